@@ -30,9 +30,10 @@ from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.correction.bounds import Criterion, scale_factor
 from flowcorr.correction.earlier import Units, measured_noise, measured_slack
+from flowcorr.correction.modes import OUTLIER_Z
 from flowcorr.correction.ratios import LogRatios, log_ratios
 from flowcorr.correction.rejection import from_near_normal
-from flowcorr.correction.robust import OUTLIER_Z, Noise
+from flowcorr.correction.robust import Noise
 from flowcorr.metrics import Metrics, Stat, maximum
 from flowcorr.records import Terms
 

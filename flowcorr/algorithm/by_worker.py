@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flowcorr.correction.ratios import k3, log_ratios
+from flowcorr.correction.exponents import k3
+from flowcorr.correction.ratios import log_ratios
 from flowcorr.distributed import gather
 from flowcorr.metrics import Metrics, mean
 from flowcorr.records import Terms

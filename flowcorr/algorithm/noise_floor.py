@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Binomial
 
-from flowcorr.correction.ratios import bounded
+from flowcorr.correction.exponents import bounded
 from flowcorr.losses import RatioLevel, pool_log_ratio
 from flowcorr.metrics import Metrics, Over, Stat
 

@@ -1,21 +1,8 @@
-"""Rollout correction: importance weights, rejection and diagnostics of the rollout-to-training drift."""
+"""Rollout correction: importance weights, rejection and diagnostics of the rollout-to-training drift.
 
-from flowcorr.correction.config import OFF, RolloutCorrectionConfig
-from flowcorr.correction.correct import Correction, compute_rollout_correction_and_rejection_mask
-from flowcorr.correction.presets import PRESETS
-from flowcorr.correction.rejection import ABSOLUTE, EXPONENTIAL, RATIO, RS_MODES, SQUARE, Bounds, Mode
+Names are imported when they are first used: the configuration reads tables of this package, without torch.
+"""
 
-__all__ = [
-    "ABSOLUTE",
-    "EXPONENTIAL",
-    "OFF",
-    "PRESETS",
-    "RATIO",
-    "RS_MODES",
-    "SQUARE",
-    "Bounds",
-    "Correction",
-    "Mode",
-    "RolloutCorrectionConfig",
-    "compute_rollout_correction_and_rejection_mask",
-]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from flowcorr.correction.rejection import RS_MODES, Mode
-from flowcorr.correction.robust import OUTLIER_Z
+from flowcorr.correction.modes import OUTLIER_Z, RS_MODES, Mode
 from flowcorr.errors import BatchError, ConfigError, unknown_choice
 from flowcorr.imports import import_target
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SECTION = "algorithm.rollout_correction"
 IS_LEVELS = ("token", "sequence", "geometric")

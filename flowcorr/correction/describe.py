@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from flowcorr.correction.bounds import Band, Criterion
-from flowcorr.correction.ratios import LogRatios, bounded, k3, log_ratios
+from flowcorr.correction.exponents import bounded, k3
+from flowcorr.correction.ratios import LogRatios, log_ratios
 from flowcorr.metrics import Metrics, Over, Stat, maximum, mean, minimum
 
 Stats = dict[str, Stat]

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from flowcorr.correction.bounds import Criterion
+from flowcorr.correction.modes import OUTLIER_Z
 from flowcorr.correction.ratios import LogRatios, log_ratios, one_sample
 from flowcorr.correction.rejection import from_near_normal, near_normal, widened
-from flowcorr.correction.robust import OUTLIER_Z, Noise, noise_of_rows
+from flowcorr.correction.robust import Noise, noise_of_rows
 from flowcorr.distributed import gather_rows
 
 

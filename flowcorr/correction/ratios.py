@@ -88,20 +88,6 @@ def log_ratios(
     )
 
 
-def bounded(exponent: Tensor) -> Tensor:
-    """An exponent held within +-20."""
-    return exponent.clamp(-20.0, 20.0)
-
-
-def k3(delta: Tensor) -> Tensor:
-    """`exp(delta) - 1 - delta`, never negative; the exponent is held within +-20, so k3 is linear beyond.
-
-    Source: Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html.
-    """
-    exponent = bounded(delta)
-    return exponent.expm1() - exponent + (delta - exponent).abs()
-
-
 def one_sample(delta: Tensor, num_steps: int, scale: float) -> LogRatios:
     """One sample of `num_steps` steps whose log-ratios are all 0-d `delta`."""
     delta = delta.expand(1, num_steps)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from flowcorr.correction.bounds import Band
-from flowcorr.correction.ratios import LogRatios, bounded
+from flowcorr.correction.exponents import bounded
+from flowcorr.correction.ratios import LogRatios
 from flowcorr.distributed import Group, add_up
 from flowcorr.metrics import Stat
 

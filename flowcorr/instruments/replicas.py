@@ -17,7 +17,8 @@ from statistics import fmean, median
 from types import MappingProxyType
 from typing import Any
 
-from flowcorr.correction.robust import MAD_TO_STD, OUTLIER_Z
+from flowcorr.correction.modes import OUTLIER_Z
+from flowcorr.correction.robust import MAD_TO_STD
 from flowcorr.instruments.finding import Column, Finding, Table
 from flowcorr.instruments.metrics.metric import Rule
 from flowcorr.trainer.events import EVENTS_FILE, read_events

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flowcorr import metrics
-from flowcorr.correction.ratios import bounded
+from flowcorr.correction.exponents import bounded
 from flowcorr.errors import BatchError, ConfigError, unknown_choice
 from flowcorr.metrics import Metrics, Over, Stat
 from flowcorr.records import LossOutput, check_shape

@@ -17,7 +17,7 @@ RAN = "the code of a stranger ran"
 HELPERS = """
 from pathlib import Path
 Path(__file__).with_suffix(".ran").touch()
-from flowcorr.correction.bounds import RS_MODES
+from flowcorr.correction.modes import RS_MODES
 from flowcorr.losses import LOSSES
 mode = RS_MODES["token_k2"]
 def loss(terms, actor_config):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flowcorr.correction import compute_rollout_correction_and_rejection_mask as correct
-from flowcorr.correction.ratios import k3, log_ratios, one_sample
+from flowcorr.correction.ratios import log_ratios, one_sample
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -66,12 +66,6 @@ def test_the_resolution_is_four_ulps_of_the_larger_log_prob():
     target, rollout = torch.tensor([[-1.5, 0.2]]), torch.tensor([[-1.0, -3.0]])
     ulp = torch.tensor([[2.0**-23, 2.0**-22]], dtype=torch.float64)  # of 1.5 and 3
     assert torch.equal(log_ratios(target, rollout).resolution(), 4 * ulp)
-
-
-def test_k3_is_linear_where_its_exponential_would_overflow():
-    found = k3(torch.tensor([0.0, 20.0, 25.0, -25.0], dtype=torch.float64)).tolist()
-    expected = [0.0, math.expm1(20) - 20, math.expm1(20) - 20 + 5, math.expm1(-20) + 20 + 5]
-    assert found == pytest.approx(expected)
 
 
 def test_one_sample_repeats_its_log_ratio():

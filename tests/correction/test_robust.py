@@ -10,7 +10,8 @@ import torch
 
 from flowcorr.correction import RS_MODES, RolloutCorrectionConfig
 from flowcorr.correction import compute_rollout_correction_and_rejection_mask as correct
-from flowcorr.correction.robust import OUTLIER_Z, outlier_band
+from flowcorr.correction.modes import OUTLIER_Z
+from flowcorr.correction.robust import outlier_band
 
 AUTO_MODES = tuple(mode for mode in RS_MODES if mode != "step_z")
 SAMPLES = 96

@@ -25,7 +25,7 @@ def module(tmp_path, monkeypatch):
     path = tmp_path / "a_strangers_code.py"
     path.write_text(
         f"{LOADED}from flowcorr.config import ENGINES\n"
-        "from flowcorr.correction.bounds import RS_MODES\n"
+        "from flowcorr.correction.modes import RS_MODES\n"
         "def loss(terms, actor_config): ...\n"
         "mode = RS_MODES['token_k2']\n"
         "engine = ENGINES['vllm_omni']\n"

@@ -15,7 +15,7 @@ from typing import Literal
 from torch import Tensor, quantile
 
 from flowcorr.correction.bounds import AUTO
-from flowcorr.correction.robust import OUTLIER_Z
+from flowcorr.correction.modes import OUTLIER_Z
 from flowcorr.instruments.clip_noise import clip_text
 from flowcorr.instruments.finding import Finding, Level
 from flowcorr.losses import Limit

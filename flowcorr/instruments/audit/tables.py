@@ -12,8 +12,9 @@ from torch import Tensor
 
 from flowcorr.correction import compute_rollout_correction_and_rejection_mask
 from flowcorr.correction.bounds import SCALES, scale_factor
-from flowcorr.correction.ratios import bounded
-from flowcorr.correction.robust import OUTLIER_Z, outlier_band
+from flowcorr.correction.exponents import bounded
+from flowcorr.correction.modes import OUTLIER_Z
+from flowcorr.correction.robust import outlier_band
 from flowcorr.instruments.audit.advice import clip_needed, limit_at
 from flowcorr.instruments.clip_noise import QUANTILES
 from flowcorr.instruments.drawing import INK, LIMIT, PALETTE, Chart, label_lines, style_axis

@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Iterator
 
 from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.correction.modes import RS_MODES
 from flowcorr.correction.presets import NAMES
-from flowcorr.correction.rejection import RS_MODES
 from flowcorr.errors import ConfigError
 from flowcorr.imports import import_target
 from flowcorr.instruments.doctor.checks import CAUSES, CHECKS

@@ -8,7 +8,7 @@ from typing import Any
 
 import flowcorr
 from flowcorr.correction import PRESETS, RolloutCorrectionConfig
-from flowcorr.correction.rejection import RS_MODES
+from flowcorr.correction.modes import RS_MODES
 from flowcorr.instruments import image_drift, jumps, replicas
 from flowcorr.instruments.doctor.checks import CAUSES, CHECKS
 from flowcorr.instruments.faults import RULES as FAULTS_OF_TERMS

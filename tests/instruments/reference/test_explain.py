@@ -3,8 +3,8 @@
 import pytest
 
 from flowcorr.cli import main
+from flowcorr.correction.modes import RS_MODES
 from flowcorr.correction.presets import NAMES
-from flowcorr.correction.rejection import RS_MODES
 from flowcorr.instruments.doctor.checks import CAUSES, CHECKS
 from flowcorr.instruments.metrics.table import RULES
 from flowcorr.instruments.reference.explain import explanation

@@ -6,7 +6,7 @@ import pytest
 
 from flowcorr.cli import main
 from flowcorr.correction import PRESETS
-from flowcorr.correction.rejection import RS_MODES
+from flowcorr.correction.modes import RS_MODES
 from flowcorr.instruments.doctor.checks import CAUSES, CHECKS
 from flowcorr.instruments.faults import RULES as FAULTS_OF_TERMS
 from flowcorr.instruments.metrics.table import METRICS, RULES

@@ -1,0 +1,19 @@
+from .config import OFF, RolloutCorrectionConfig
+from .correct import Correction, compute_rollout_correction_and_rejection_mask
+from .modes import ABSOLUTE, EXPONENTIAL, RATIO, RS_MODES, SQUARE, Bounds, Mode
+from .presets import PRESETS
+
+__all__ = [
+    "ABSOLUTE",
+    "EXPONENTIAL",
+    "OFF",
+    "PRESETS",
+    "RATIO",
+    "RS_MODES",
+    "SQUARE",
+    "Bounds",
+    "Correction",
+    "Mode",
+    "RolloutCorrectionConfig",
+    "compute_rollout_correction_and_rejection_mask",
+]

@@ -1,0 +1,22 @@
+"""Exponentials of log-ratios that cannot overflow."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def bounded(exponent: Tensor) -> Tensor:
+    """An exponent held within +-20."""
+    return exponent.clamp(-20.0, 20.0)
+
+
+def k3(delta: Tensor) -> Tensor:
+    """`exp(delta) - 1 - delta`, never negative; the exponent is held within +-20, so k3 is linear beyond.
+
+    Source: Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html.
+    """
+    exponent = bounded(delta)
+    return exponent.expm1() - exponent + (delta - exponent).abs()
