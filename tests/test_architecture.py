@@ -135,11 +135,23 @@ def test_import_is_cheap(statement):
 ANSWERED_WITHOUT_TORCH = {
     "--help": 0,
     "presets": 0,
+    "completion bash": 0,
+    "nonsense": 2,
+    "train tiny_ocr_lora --lrr 1": 2,
+    "train tiny_ocr_lora actor.lrr=1": 2,
+    "config tiny_ocr_lora actor.lr=fast": 2,
+    "doctor tiny_ocr_lra": 2,
+    "doctor . --model tiny_ocr_lra.yaml": 2,
+    "audit tiny_ocr_lora algorithm.rollout_correction.rollout_rs=token_k4": 2,
+    "audit . --batches 2": 2,
+    "plan tiny_ocr_lora actor.loss_mode=flow_gripo": 2,
+    "eval nowhere": 2,
+    "translate nowhere": 2,
 }
-"""Command lines that compute nothing, with their exit codes."""
+"""Command lines that compute nothing, and typos, with their exit codes."""
 
 
-def test_commands_that_compute_nothing_do_not_import_torch():
+def test_what_computes_nothing_is_answered_without_torch():
     code = (
         "import contextlib, io, sys, flowcorr\n"
         "from flowcorr.cli import main\n"

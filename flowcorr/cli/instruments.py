@@ -6,6 +6,7 @@ import argparse
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -25,6 +26,9 @@ from flowcorr.cli.command import (
 )
 from flowcorr.errors import ConfigError
 from flowcorr.instruments.plan.devices import CUSTOM, GPUS, find_gpu
+
+if TYPE_CHECKING:
+    from flowcorr.instruments.finding import Report
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -80,11 +84,8 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 def _replay(arguments: argparse.Namespace) -> int:
     """Replay the captured samples of a dump."""
-    from flowcorr import distributed
     from flowcorr.config import Config, load
     from flowcorr.config.load import recipe_names
-    from flowcorr.instruments.doctor import examine_dump
-    from flowcorr.instruments.page import exit_code
     from flowcorr.trainer.run_config import CONFIG_FILE, is_file
 
     model, recipe = arguments.model, Path(arguments.recipe) / CONFIG_FILE
@@ -103,6 +104,11 @@ def _replay(arguments: argparse.Namespace) -> int:
         find_own_code()
     chosen: str | Config = load(model, arguments.overrides) if of_recipe else model
     device = chosen.trainer.device if isinstance(chosen, Config) else "auto"
+
+    from flowcorr import distributed
+    from flowcorr.instruments.doctor import examine_dump
+    from flowcorr.instruments.page import exit_code
+
     report = examine_dump(Path(arguments.recipe), chosen, device=distributed.local_device(device))
     show_report(report, as_json=arguments.json)
     return exit_code(report)
@@ -143,45 +149,59 @@ def audit(arguments: argparse.Namespace) -> int:
 
     Exit codes: 0 audited, whatever the advice; 1 failed; 2 bad configuration
     """
-    from flowcorr.config import redact_override
-    from flowcorr.instruments import page
-    from flowcorr.instruments.audit import audit as measure
-    from flowcorr.instruments.audit import audit_folder
-    from flowcorr.instruments.audit.measure import NUM_BATCHES
-    from flowcorr.instruments.plan.check import check_this_gpu
     from flowcorr.trainer.run_config import is_folder
 
     out_dir = out_path(arguments.out)
     if is_folder(Path(arguments.recipe)):
         out_dir = out_dir or Path(arguments.recipe)
-        if arguments.overrides:
-            raise ConfigError(
-                f"{arguments.recipe} is a folder of dumped steps, so {arguments.overrides[0]} has no effect; leave it "
-                "out, or give a recipe instead of the folder"
-            )
-        if arguments.batches is not None:
-            raise ConfigError(
-                f"--batches {arguments.batches} has no effect on a folder, whose steps are all read; leave it out"
-            )
-        report = audit_folder(Path(arguments.recipe), allow_imports=allowed_imports(arguments))
-    elif arguments.allow_import:
-        raise ConfigError(
-            f"--allow-import {arguments.allow_import[0]} has no effect on a recipe, whose own code is imported anyway; "
-            "leave it out"
-        )
+        report = _audit_of_folder(arguments)
     else:
-        config = checked(arguments)
-        check_this_gpu(arguments.recipe, arguments.overrides, config)
-        batches = NUM_BATCHES if arguments.batches is None else arguments.batches
-        title = " ".join((arguments.recipe, *map(redact_override, arguments.overrides)))
-        report = measure(config, num_batches=batches, title=title)
-    out_dir = out_dir or Path("runs") / f"{Path(arguments.recipe).stem}_audit"
+        out_dir = out_dir or Path("runs") / f"{Path(arguments.recipe).stem}_audit"
+        report = _audit_of_recipe(arguments)
+
+    from flowcorr.instruments import page
+
     files = page.save(report, out_dir, "audit")
     if arguments.json:
         print(page.as_json(report))
     else:
         page.show(report, files)
     return 0
+
+
+def _audit_of_folder(arguments: argparse.Namespace) -> Report:
+    if arguments.overrides:
+        raise ConfigError(
+            f"{arguments.recipe} is a folder of dumped steps, so {arguments.overrides[0]} has no effect; leave it "
+            "out, or give a recipe instead of the folder"
+        )
+    if arguments.batches is not None:
+        raise ConfigError(
+            f"--batches {arguments.batches} has no effect on a folder, whose steps are all read; leave it out"
+        )
+
+    from flowcorr.instruments.audit import audit_folder
+
+    return audit_folder(Path(arguments.recipe), allow_imports=allowed_imports(arguments))
+
+
+def _audit_of_recipe(arguments: argparse.Namespace) -> Report:
+    if arguments.allow_import:
+        raise ConfigError(
+            f"--allow-import {arguments.allow_import[0]} has no effect on a recipe, whose own code is imported anyway; "
+            "leave it out"
+        )
+    config = checked(arguments)
+
+    from flowcorr.config import redact_override
+    from flowcorr.instruments.audit import audit as measure
+    from flowcorr.instruments.audit.measure import NUM_BATCHES
+    from flowcorr.instruments.plan.check import check_this_gpu
+
+    check_this_gpu(arguments.recipe, arguments.overrides, config)
+    batches = NUM_BATCHES if arguments.batches is None else arguments.batches
+    title = " ".join((arguments.recipe, *map(redact_override, arguments.overrides)))
+    return measure(config, num_batches=batches, title=title)
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -205,14 +225,17 @@ def plan(arguments: argparse.Namespace) -> int:
     folder or the hub. torch.compile, reward models on a CPU and rewards over HTTP are not predicted.
     """
     from flowcorr.config import load
-    from flowcorr.instruments.plan.preflight import check_settings
-    from flowcorr.instruments.plan.report import plan as predict
 
     if arguments.ranks < 1:
         raise ConfigError(f"--ranks {arguments.ranks} must be at least 1")
     find_own_code()
     gpu = find_gpu(arguments.gpu)
     config = load(arguments.recipe, arguments.overrides)
+
+    # A typo is told before torch is imported.
+    from flowcorr.instruments.plan.preflight import check_settings
+    from flowcorr.instruments.plan.report import plan as predict
+
     check_settings(config)
     title = " ".join((arguments.recipe, *arguments.overrides))
     with _at_work(f"planning {title}: tracing each phase without weights"):

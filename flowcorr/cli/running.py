@@ -102,11 +102,13 @@ def evaluate(arguments: argparse.Namespace) -> int:
       flowcorr eval runs/tiny_ocr_lora
       flowcorr eval runs/tiny_ocr_lora --checkpoint last data.num_heldout=512
     """
-    from flowcorr.trainer import evaluate_run
     from flowcorr.trainer.run_config import imported_by_eval, read_config
 
     if imported_by_eval(read_config(Path(arguments.run_dir), arguments.overrides).config):
         find_own_code()
+
+    from flowcorr.trainer import evaluate_run
+
     checkpoint, evaluation = evaluate_run(
         arguments.run_dir, which=arguments.checkpoint, overrides=tuple(arguments.overrides)
     )

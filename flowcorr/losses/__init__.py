@@ -1,27 +1,8 @@
-"""Policy losses: pure functions from the tensors of a few steps to a sum with its counts."""
+"""Policy losses: pure functions from the tensors of a few steps to a sum with its counts.
 
-from flowcorr.losses.flow_dppo import flow_dppo
-from flowcorr.losses.flow_grpo import flow_grpo
-from flowcorr.losses.grpo_guard import grpo_guard
-from flowcorr.losses.importance_cap import importance_cap
-from flowcorr.losses.reinforce import reinforce
-from flowcorr.losses.table import LOSS_KEYS, LOSSES, Limit, Loss, LossSettings, loss_of, resolve_loss
-from flowcorr.losses.terms import RatioLevel, clip_by_term, pool_log_ratio
+Names are imported when they are first used: the configuration reads the table of losses, without torch.
+"""
 
-__all__ = [
-    "LOSSES",
-    "LOSS_KEYS",
-    "Limit",
-    "Loss",
-    "LossSettings",
-    "RatioLevel",
-    "clip_by_term",
-    "flow_dppo",
-    "flow_grpo",
-    "grpo_guard",
-    "importance_cap",
-    "loss_of",
-    "pool_log_ratio",
-    "reinforce",
-    "resolve_loss",
-]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,4 +1,8 @@
-"""`LOSSES`: each loss is one row, which holds all that other modules need to know about it."""
+"""`LOSSES`: each loss is one row, which holds all that other modules need to know about it.
+
+Rows call the losses through their package, which imports them when they are first called: the configuration reads this
+table, and a typo in it need not wait for torch.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,18 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
-
+from flowcorr import losses
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.imports import import_target
-from flowcorr.losses.flow_dppo import flow_dppo
-from flowcorr.losses.flow_grpo import flow_grpo
-from flowcorr.losses.grpo_guard import grpo_guard, normalized_log_ratio
-from flowcorr.losses.importance_cap import importance_cap
-from flowcorr.losses.reinforce import reinforce
-from flowcorr.losses.terms import RatioLevel, clip_by_term, plain_log_ratio
-from flowcorr.records import LossOutput, Terms
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flowcorr.losses.terms import RatioLevel
+    from flowcorr.records import LossOutput, Terms
 
 
 class LossSettings(Protocol):
@@ -68,6 +70,11 @@ class Limit:
 CLIP = Limit(key="clip_ratio")
 
 
+def plain_log_ratio(delta: Tensor, kl: Tensor | None, std: Tensor | None) -> Tensor:
+    """`log_prob - old_log_prob` as it is."""
+    return delta
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
     """A policy loss.
@@ -113,26 +120,30 @@ def _shared(terms: Terms, settings: LossSettings) -> dict[str, Any]:
 
 
 def _flow_grpo(terms: Terms, settings: LossSettings) -> LossOutput:
-    return flow_grpo(
+    return losses.flow_grpo(
         **_shared(terms, settings),
-        clip_ratio=clip_by_term(settings.clip_ratio, terms.step_index),
+        clip_ratio=losses.clip_by_term(settings.clip_ratio, terms.step_index),
         ratio_level=settings.ratio_level,
     )
 
 
 def _grpo_guard(terms: Terms, settings: LossSettings) -> LossOutput:
-    return grpo_guard(
+    return losses.grpo_guard(
         **_shared(terms, settings),
         kl=terms.old_kl,
         std=terms.std,
         step=terms.step,
-        clip_ratio=clip_by_term(settings.clip_ratio, terms.step_index),
+        clip_ratio=losses.clip_by_term(settings.clip_ratio, terms.step_index),
         ratio_level=settings.ratio_level,
     )
 
 
+def _normalized_log_ratio(delta: Tensor, kl: Tensor, std: Tensor) -> Tensor:
+    return losses.normalized_log_ratio(delta, kl, std)
+
+
 def _flow_dppo(terms: Terms, settings: LossSettings) -> LossOutput:
-    return flow_dppo(
+    return losses.flow_dppo(
         **_shared(terms, settings),
         kl=terms.old_kl,
         kl_threshold=settings.kl_threshold,
@@ -141,13 +152,13 @@ def _flow_dppo(terms: Terms, settings: LossSettings) -> LossOutput:
 
 
 def _importance_cap(terms: Terms, settings: LossSettings) -> LossOutput:
-    return importance_cap(
+    return losses.importance_cap(
         **_shared(terms, settings), cap=settings.importance_cap, ratio_level=settings.ratio_level
     )
 
 
 def _reinforce(terms: Terms, settings: LossSettings) -> LossOutput:
-    return reinforce(**_shared(terms, settings))
+    return losses.reinforce(**_shared(terms, settings))
 
 
 LOSSES: dict[str, Loss] = {
@@ -156,7 +167,7 @@ LOSSES: dict[str, Loss] = {
     ),
     "grpo_guard": Loss(
         objective=_grpo_guard,
-        log_ratio=normalized_log_ratio,
+        log_ratio=_normalized_log_ratio,
         limit=CLIP,
         needs_kl=True,
         needs_step=True,

@@ -127,11 +127,6 @@ def with_kl(terms: MaskedTerms, kl: Tensor | None) -> tuple[MaskedTerms, Tensor]
     return terms, torch.where(terms.keep, kl, 0.0)
 
 
-def plain_log_ratio(delta: Tensor, kl: Tensor | None, std: Tensor | None) -> Tensor:
-    """`log_prob - old_log_prob` as it is."""
-    return delta
-
-
 def pool_log_ratio(log_ratio: Tensor, keep: Tensor, level: RatioLevel) -> Tensor:
     """Log-ratios at the level that the ratio is taken at, every step of a trajectory holding its pooled one.
 
