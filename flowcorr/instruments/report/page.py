@@ -108,7 +108,8 @@ def _findings(run: Run, group: Group) -> Iterator[Finding]:
         text = "no rule was broken"
         if run.setting.correction.mode == "off":
             text += "; without rollout_correction, the gap was not measured"
-        found.append(Finding(level="healthy", cause="rules", sentence=text))
+        mode = {"correction": run.setting.correction.mode}
+        found.append(Finding(level="healthy", cause="rules", sentence=text, numbers=mode))
     found += on_files(run.notes)
     for finding in found:
         yield replace(finding, numbers={"run": run.name, **finding.numbers})

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from flowcorr.config import load
-from flowcorr.instruments.report.learning import CONSTANT, learning_of
+from flowcorr.instruments.report.learning import learning_of
 from flowcorr.instruments.report.runs import Run
 from flowcorr.instruments.setting import Setting
 
@@ -56,7 +56,7 @@ def test_without_a_standard_error_nothing_is_claimed():
 def test_a_constant_reward_teaches_nothing():
     steps = [{"step": step, "reward/mean": 0.25, "reward/std": 0.0} for step in (1, 2, 3)]
     found = learning_of(run_of(evaluated(0, 0.25, 0.0), *steps))
-    assert (found.level, found.sentence) == ("warning", CONSTANT)
+    assert (found.level, found.numbers) == ("warning", {"run": "a", "change": "did not move"})
 
 
 def test_rewards_of_training_samples_do_not_tell_what_was_learned():

@@ -22,6 +22,14 @@ from flowcorr.sde.log_prob import HALF_LOG_TWO_PI
 LOG_PROB_TOLERANCE = 1e-5  # a log-prob follows from its own mean to 5e-7; bfloat16 rounding costs 2e-3
 LOG_PROB_ROUNDING = 2e-6  # relative above 1: two float32 means of the same numbers differ by 1.2e-7
 Z_LIMIT = 6.0  # standard deviations, over a few hundred terms at most
+MISTAKES = {
+    "summed": "summed over the elements instead of averaged",
+    "normaliser": "without their normaliser",
+    "normaliser, summed": "without their normaliser, and summed over the elements",
+    "unscaled": "negative squared distances without their scale",
+    "density": "densities, where sampling.cps_unscaled asks for squared distances",
+    "rounded": "rounded to bfloat16",
+}
 
 
 def check_log_probs(exam: Exam) -> Finding:
@@ -31,13 +39,20 @@ def check_log_probs(exam: Exam) -> Finding:
     gap = float((found - expected).abs().max())
     if gap > LOG_PROB_TOLERANCE and _fits_actor(exam):
         return passed("log-probs agree with the actor's, but not with the returned means: see bookkeeping")
+    mistake = _mistake(exam, found) if gap > LOG_PROB_TOLERANCE else None
+    what = (
+        f"are {MISTAKES[mistake]}"
+        if mistake
+        else "do not follow from the returned latents, step means and stds"
+    )
     return judged(
         gap,
         LOG_PROB_TOLERANCE,
         "log-probs are mean-pooled, normalised and float32",
-        f"log-probs {_mistake(exam, found)}: off by up to {gap:.2g}",
+        f"log-probs {what}: off by up to {gap:.2g}",
         "score with flowcorr.sde.log_prob: the mean over the elements, with its normaliser, in float32; return the "
         "latents, means and stds that were scored",
+        mistake=mistake,
     )
 
 
@@ -61,13 +76,12 @@ def check_bookkeeping(exam: Exam) -> Finding:
     )
 
 
-def _mistake(exam: Exam, found: Tensor) -> str:
+def _mistake(exam: Exam, found: Tensor) -> str | None:
+    """The name of the mistake that gives these log-probs; None if no usual one does."""
     for name, formula in _formulas(exam):
         if torch.allclose(found, formula, rtol=1e-4, atol=LOG_PROB_TOLERANCE):
-            return f"are {name}"
-    if torch.equal(found, found.to(torch.bfloat16).float()):
-        return "are rounded to bfloat16"
-    return "do not follow from the returned latents, step means and stds"
+            return name
+    return "rounded" if torch.equal(found, found.to(torch.bfloat16).float()) else None
 
 
 def _fits_actor(exam: Exam) -> bool:
@@ -86,18 +100,15 @@ def _own_log_probs(exam: Exam) -> Tensor:
 
 
 def _formulas(exam: Exam) -> Iterator[tuple[str, Tensor]]:
-    """Usual mistakes in log-probs: in words, and the values that they give."""
+    """Usual mistakes in log-probs, by their names in `MISTAKES`, and the values that they give."""
     right, stds = _own_log_probs(exam), exam.trials.base.engine_stds
     elements = exam.trials.base.rollout.num_elements
     scaled = right if exam.config.sampling.cps_unscaled else right + stds.log() + HALF_LOG_TWO_PI
-    yield "summed over the elements instead of averaged", right * elements
-    yield "without their normaliser", scaled
-    yield "without their normaliser, and summed over the elements", scaled * elements
-    yield "negative squared distances without their scale", scaled * 2 * stds.square()
-    yield (
-        "densities, where sampling.cps_unscaled asks for squared distances",
-        right / (2 * stds.square()) - (stds.log() + HALF_LOG_TWO_PI),
-    )
+    yield "summed", right * elements
+    yield "normaliser", scaled
+    yield "normaliser, summed", scaled * elements
+    yield "unscaled", scaled * 2 * stds.square()
+    yield "density", right / (2 * stds.square()) - (stds.log() + HALF_LOG_TWO_PI)
 
 
 def check_captured_log_probs(captured: Captured) -> Finding | None:

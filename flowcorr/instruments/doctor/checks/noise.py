@@ -49,26 +49,27 @@ def check_noise(exam: Exam) -> Finding:
     of_tails = abs(tails) * math.sqrt(count / 24) / (skew(count) if tails > 0 else 1)
     # For independent directions, P(|correlation| > c) <= (1 - c^2)^((D - 1) / 2).
     of_pair = math.sqrt(-(noise.shape[1] - 1) * math.log(max(1 - correlation**2, 1e-300)))
-    faults = {
-        f"has std {math.sqrt(variance):.4g} instead of 1": of_variance,
-        f"has mean {mean:.3g} instead of 0": abs(mean) * math.sqrt(count),
-        f"is not normal: its fourth moment is off by {tails:.2g}": of_tails,
-        f"is correlated by {correlation:.2f} over {_difference(trials.base, *pair)}": of_pair,
-    }
-    fault, z = max(faults.items(), key=lambda item: item[1])
+    over = _difference(trials.base, *pair)
+    z, fault, text = max(
+        (of_variance, "std", f"has std {math.sqrt(variance):.4g} instead of 1"),
+        (abs(mean) * math.sqrt(count), "mean", f"has mean {mean:.3g} instead of 0"),
+        (of_tails, "fourth moment", f"is not normal: its fourth moment is off by {tails:.2g}"),
+        (of_pair, f"correlation over {over}", f"is correlated by {correlation:.2f} over {over}"),
+    )
     seen, seen_tails = limit / math.sqrt(2 * count), limit * math.sqrt(24 / count)
     return judged(
         z,
         limit,
         f"step noise is standard normal and independent (an error of {100 * seen:.1g} % in the std would be found, and "
         f"a fourth moment off by {seen_tails:.1g}: that of uniform noise is off by 1.2)",
-        f"step noise {fault}, {z:.3g} standard deviations off",
+        f"step noise {text}, {z:.3g} standard deviations off",
         "add s times standard normal noise to the step's mean, seeded by (seed, training step, group, member) and step "
         "index; sampling.same_initial_noise concerns the initial noise only",
         std=math.sqrt(variance),
         mean=mean,
         correlation=correlation,
         least_std_error=seen,
+        fault=fault if z > limit else None,
     )
 
 

@@ -135,13 +135,14 @@ def check_path(exam: Exam) -> Finding:
             found = _systematic(leg)
             if found is not None:
                 text, factor, limit = found
-                return failed(f"{text} {leg.name}", REMEDY, value=abs(factor), limit=limit)
+                return failed(f"{text} {leg.name}", REMEDY, value=abs(factor), limit=limit, leg=leg.name)
     return judged(
         largest,
         LARGEST,
         "the steps outside the window lead where the actor's do",
         f"the steps {name} lead elsewhere: half of the samples are more than {largest:.2g} errors of the window away",
         REMEDY,
+        leg=name if largest > LARGEST else None,
     )
 
 

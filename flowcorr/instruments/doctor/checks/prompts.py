@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +28,14 @@ def check_embeddings(exam: Exam) -> Finding:
     )
     for name, expected in exam.trials.conditioning.items():
         if name not in found or found[name].shape != expected.shape:
-            shape = list(found[name].shape) if name in found else "no value"
-            return failed(f"{name} is {shape} in the engine and {list(expected.shape)} here", remedy)
+            shape = list(found[name].shape) if name in found else None
+            return failed(
+                f"{name} is {shape or 'no value'} in the engine and {list(expected.shape)} here",
+                remedy,
+                field=name,
+                engine_shape=shape,
+                shape=list(expected.shape),
+            )
         difference = (found[name].double() - expected.to(found[name].device).double()).norm()
         gaps[name] = float(difference / expected.double().norm().clamp(min=1e-12))
     name, worst = max(gaps.items(), key=lambda item: item[1])
@@ -38,6 +45,7 @@ def check_embeddings(exam: Exam) -> Finding:
         "prompt embeddings agree",
         f"the engine's {name} differs by {100 * worst:.2g} %",
         remedy,
+        field=name,
     )
     return finding if finding.level == "serious" else _unreturned(exam) or finding
 
@@ -53,18 +61,19 @@ def _unreturned(exam: Exam) -> Finding | None:
         torch.arange(0, trial.rollout.num_samples, members, device=device)
     )  # one image a prompt
     found = []
-    for message, alternatives in _mistakes(trial.rollout.sample_conditioning()):
+    for message, numbers, alternatives in _mistakes(trial.rollout.sample_conditioning()):
         fit = _nearest(exam, trial, alternatives)
         if (evidence := exam.evidence(trial, fit)) is not None:
-            found.append((fit.share, message, evidence))
+            found.append((fit.share, message, numbers, evidence))
     if not found:
         return None
-    _, message, evidence = max(found, key=lambda entry: entry[0])
+    _, message, numbers, evidence = max(found, key=lambda entry: entry[0])
     return failed(
         f"the steps fit {message}, {evidence.text}",
         "compare the conditioning that enters the engine's transformer with Rollout.conditioning, by value and length",
         value=evidence.value,
         limit=evidence.threshold,
+        **numbers,
     )
 
 
@@ -84,8 +93,10 @@ def _nearest(exam: Exam, trial: Trial, alternatives: Sequence[Conditioning]) -> 
     return trial.fit(nearest)
 
 
-def _mistakes(conditioning: Mapping[str, Tensor]) -> Iterator[tuple[str, list[Conditioning]]]:
-    """Usual mistakes with prompts: in words, and the conditioning `[num_prompts, ...]` that they give."""
+def _mistakes(
+    conditioning: Mapping[str, Tensor],
+) -> Iterator[tuple[str, dict[str, Any], list[Conditioning]]]:
+    """Usual mistakes with prompts: in words, as data, and the conditioning `[num_prompts, ...]` that they give."""
     count = len(next(iter(conditioning.values())))
 
     def of_others(names: Sequence[str]) -> list[Conditioning]:
@@ -95,20 +106,21 @@ def _mistakes(conditioning: Mapping[str, Tensor]) -> Iterator[tuple[str, list[Co
         ]
 
     if count > 1:
-        yield "other prompts of the batch", of_others(list(conditioning))
+        yield "other prompts of the batch", {"fits": "others"}, of_others(list(conditioning))
         for name in conditioning:
             if len(conditioning) > 1 and not name.startswith("negative_"):
-                yield f"{name} of another prompt", of_others([name])
+                yield f"{name} of another prompt", {"fits": "another's", "field": name}, of_others([name])
     sequences = [name for name, rows in conditioning.items() if rows.dim() == 3 or name.endswith("_mask")]
     for kept in _lengths(_longest([conditioning[name] for name in sequences])):
         cut = {name: conditioning[name][:, :kept] for name in sequences}
-        yield f"prompts cut after {kept} tokens", [{**conditioning, **cut}]
+        length = {"tokens": kept}
+        yield f"prompts cut after {kept} tokens", {"fits": "cut"} | length, [{**conditioning, **cut}]
         blank = {
             name: torch.cat([rows, torch.zeros_like(conditioning[name][:, kept:])], 1)
             for name, rows in cut.items()
             if not name.startswith("negative_")
         }
-        yield f"prompts blank after {kept} tokens", [{**conditioning, **blank}]
+        yield f"prompts blank after {kept} tokens", {"fits": "blank"} | length, [{**conditioning, **blank}]
 
 
 def _longest(sequences: Sequence[Tensor]) -> int:

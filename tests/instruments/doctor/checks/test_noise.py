@@ -41,28 +41,28 @@ def shifted(amount):
 
 
 FAULTS = {
-    "one for all steps": (for_all_steps, {}, "correlated by 1.00 over the steps of a sample"),
-    "one for all training steps": (for_all_training_steps, {}, "correlated by 1.00 over training steps"),
-    "one for all images of a prompt": (for_all_images, {}, "over the images of a prompt"),
+    "one for all steps": (for_all_steps, {}, "correlation over the steps of a sample"),
+    "one for all training steps": (for_all_training_steps, {}, "correlation over training steps"),
+    "one for all images of a prompt": (for_all_images, {}, "correlation over the images of a prompt"),
     "one for all images, from one initial noise": (
         for_all_images,
         {"rollout": {"same_initial_noise": True}},
-        "over the images of a prompt",
+        "correlation over the images of a prompt",
     ),
-    "one for all prompts": (for_all_prompts, {}, "over prompts"),
-    "none at all": (scaled(0.0), {}, "has std 0 instead of 1"),
-    "a tenth too large": (scaled(1.1), {}, "has std 1.0"),
-    "off its mean": (shifted(0.1), {}, "has mean"),
-    "uniform": (lambda *args, **kwargs: uniform(TRUE(*args, **kwargs)), {}, "is not normal"),
+    "one for all prompts": (for_all_prompts, {}, "correlation over prompts"),
+    "none at all": (scaled(0.0), {}, "std"),
+    "a tenth too large": (scaled(1.1), {}, "std"),
+    "off its mean": (shifted(0.1), {}, "mean"),
+    "uniform": (lambda *args, **kwargs: uniform(TRUE(*args, **kwargs)), {}, "fourth moment"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_other_noise(small_run, monkeypatch, fault):
-    noise, sections, message = FAULTS[fault]
+    noise, sections, named = FAULTS[fault]
     run = small_run(**sections)
     monkeypatch.setattr(sde, "step_noise", noise)
-    assert_named(check(run, run.engine), "noise", message)
+    assert_named(check(run, run.engine), "noise", fault=named)
 
 
 def test_one_initial_noise_of_a_prompt_is_no_fault(small_run):

@@ -39,7 +39,7 @@ def test_blank_prompts_after_the_window(small_run):
     run = small_run(**BF16)
     engine = separate(run)
     at_steps(lambda engine: range(4, 6), blanked)(engine)
-    assert_named(check(run, engine, float32=False), "path", "after the window")
+    assert_named(check(run, engine, float32=False), "path", leg="after the window")
 
 
 def test_a_window_over_the_whole_schedule_leaves_no_step(small_run):
