@@ -260,6 +260,25 @@ def start_run(config: Config, prompts: Sequence[str] = ("cat", "dog")) -> Run:
     return Run(config=config, family=family, actor=actor, engine=engine, conditioning=conditioning)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def pipelines_in_memory() -> None:
+    """A process reads the embedded pipelines from disk once, and copies them from there on."""
+    from flowcorr import models
+
+    folders = {SHALLOW, *map(str, models.EMBEDDED.values())}
+    read, in_memory = models._read_pipeline, {}
+
+    def copied(location: str, path: str, *options: Any) -> Any:
+        if location not in folders:
+            return read(location, path, *options)
+        key = location, str(options)
+        if key not in in_memory:
+            in_memory[key] = read(location, path, *options)
+        return copy.deepcopy(in_memory[key])
+
+    models._read_pipeline = copied
+
+
 @pytest.fixture(scope="session")
 def make_config() -> Callable[..., Config]:
     return small_config

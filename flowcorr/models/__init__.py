@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,34 +145,13 @@ def load_family(
             takes other steps than Euler's, or its attention cannot be computed so, or its layers not quantized.
         MissingExtraError: `model.quantization` needs bitsandbytes.
     """
-    import diffusers
-    from safetensors import SafetensorError
-
     keep_float32()
     path, dtype = model.path, DTYPES[model.dtype]
     location = resolve_path(path)
     class_name, components = _pipeline_parts(location, path)
     omitted = [] if text_encoders else [name for name in components if name.startswith("text_encoder")]
     chosen = _family_of(class_name, path) if model.family == "auto" else resolve_family(model.family)
-    try:
-        with quiet_loaders():
-            pipeline_class = getattr(diffusers, chosen.pipeline_class)
-            pipeline = pipeline_class.from_pretrained(
-                location,
-                torch_dtype=dtype,
-                use_safetensors=True,
-                local_files_only=hub.only_cached(location),
-                **dict.fromkeys(omitted),
-            )
-    except (OSError, ValueError, ImportError, AttributeError, TypeError, SafetensorError) as error:
-        if (damaged := _damaged_file(location)) is not None:
-            raise ConfigError(
-                f"model.path={path!r}: {damaged} is cut or damaged ({one_sentence(error)}); download it again"
-            ) from error
-        message = f"model.path={path!r} cannot be loaded as a {chosen.name} pipeline: {one_sentence(error)}"
-        hint = f". {CONVERT.format(path)}" if "safetensors" in message else ""
-        raise ConfigError(message + hint + hub.why_not_found(location)) from error
-    _check_weights(pipeline.components, path)
+    pipeline = _read_pipeline(location, path, chosen, dtype, omitted)
     pipeline.scheduler = chosen.with_euler_steps(pipeline.scheduler)
     check_step_rule(pipeline.scheduler, path)
     pipeline.set_progress_bar_config(disable=True)
@@ -194,6 +173,34 @@ def load_family(
     if offloads:
         family.offload_text_encoders(device)
     return family
+
+
+def _read_pipeline(
+    location: str, path: str, family: type[ModelFamily], dtype: torch.dtype, omitted: Sequence[str]
+) -> Any:
+    """The pipeline at a location, called `path` in the configuration, on the host and without `omitted` components."""
+    import diffusers
+    from safetensors import SafetensorError
+
+    try:
+        with quiet_loaders():
+            pipeline = getattr(diffusers, family.pipeline_class).from_pretrained(
+                location,
+                torch_dtype=dtype,
+                use_safetensors=True,
+                local_files_only=hub.only_cached(location),
+                **dict.fromkeys(omitted),
+            )
+    except (OSError, ValueError, ImportError, AttributeError, TypeError, SafetensorError) as error:
+        if (damaged := _damaged_file(location)) is not None:
+            raise ConfigError(
+                f"model.path={path!r}: {damaged} is cut or damaged ({one_sentence(error)}); download it again"
+            ) from error
+        message = f"model.path={path!r} cannot be loaded as a {family.name} pipeline: {one_sentence(error)}"
+        hint = f". {CONVERT.format(path)}" if "safetensors" in message else ""
+        raise ConfigError(message + hint + hub.why_not_found(location)) from error
+    _check_weights(pipeline.components, path)
+    return pipeline
 
 
 def _damaged_file(location: str) -> Path | None:
