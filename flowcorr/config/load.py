@@ -284,16 +284,16 @@ def _override(config: DictConfig, override: str) -> None:
             f"override {redact_override(override)} must have no + before its key; write "
             f"{redact_override(override.lstrip('+ '))}"
         )
-    if " #" in text and "'" not in text and '"' not in text:
-        raise ConfigError(
-            f"{redact_override(override)} has a # that begins a comment of YAML; put the value into quotes"
-        )
     try:
         value = yaml_text.parse(text)
     except ConfigError as error:
         shown = redact_override(override)
         reason = f"{error}" if shown == override else "not valid YAML"
         raise ConfigError(f"{shown} is {reason}") from None
+    if yaml_text.has_comment(text):
+        raise ConfigError(
+            f"{redact_override(override)} has a # that begins a comment of YAML; put the value into quotes"
+        )
     try:
         OmegaConf.update(config, key, value, merge=value != {})  # to merge nothing would leave all as it was
     except (OmegaConfBaseException, IndexError, RecursionError) as error:

@@ -89,6 +89,7 @@ class TrainerConfig:
                 "such as 75, or null"
             )
         above("trainer.collective_timeout", self.collective_timeout, 0)
+        at_most("trainer.collective_timeout", self.collective_timeout, 1e9)
         if not self.best_metric.startswith("eval/"):
             raise ConfigError(
                 f"trainer.best_metric={self.best_metric!r} is not an evaluation metric; use one under eval/, "

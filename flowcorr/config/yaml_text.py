@@ -32,7 +32,7 @@ _TOO_MUCH = f"with its aliases it holds more than {_MAX_VALUES} values, or {_MAX
 
 class _Bounded(yaml.SafeLoader):
     def fetch_flow_collection_start(self, kind: type[yaml.Token]) -> None:
-        if self.flow_level >= _MAX_LEVELS:  # PyYAML's time grows with their square
+        if self.flow_level >= _MAX_LEVELS:  # PyYAML's time grows with the square of open brackets
             raise _refused(_TOO_MUCH, self)
         super().fetch_flow_collection_start(kind)
 
@@ -156,6 +156,13 @@ def _load(text: str, loader: type[_Bounded]) -> Any:
 def scan(text: str) -> Iterator[yaml.Token]:
     """The tokens of a document; raises `yaml.YAMLError` where it is no YAML."""
     return yaml.scan(text, Loader=_Loader)
+
+
+def has_comment(text: str) -> bool:
+    """Whether a comment ends a document, which `parse` reads."""
+    tokens = [token for token in scan(text) if token.start_mark.index < token.end_mark.index]
+    end = max((token.end_mark.index for token in tokens), default=0)
+    return text[end:].lstrip().startswith("#")
 
 
 def dump(data: Any) -> str:

@@ -252,6 +252,8 @@ def test_infinite_cap_round_trips(recipe):
         ("model.max_sequence_length=1e9", r"max_sequence_length=1000000000 is out of range; .* most 65536"),
         ("=3", r"override '=3' must have the form"),
         ("data.path=prompts #2.txt", r"data\.path=prompts #2\.txt has a # that begins a comment of YAML; put the"),
+        ("data.path=it's #2.txt", r"data\.path=it's #2\.txt has a # that begins a comment of YAML"),
+        ("trainer.collective_timeout=1e14", r"collective_timeout=100000000000000\.0 .* at most 1000000000"),
         ("trainer.seed=[1", r"trainer\.seed=\[1 is not valid YAML"),
         ("trainer.seed=${nothing.here}", r"trainer\.seed cannot be resolved: .*nothing\.here"),
         ("trainer.seed=???", r"trainer\.seed cannot be resolved"),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcorr.config import load, load_mapping, to_yaml
-from flowcorr.config.yaml_text import dump, parse, parse_older
+from flowcorr.config.yaml_text import dump, has_comment, parse, parse_older
 from flowcorr.errors import ConfigError
 
 BOMB = "a0: &a0 [1, 1, 1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))
@@ -81,6 +81,22 @@ def test_merges_do_not_grow():
 def test_aliases_and_numbers_within_bounds_are_read():
     assert parse("a: &a [1, {b: 2}]\nb: [*a, *a]")["b"] == [[1, {"b": 2}]] * 2
     assert parse("[0.0, -0e9, .inf, 9223372036854775807]") == [0.0, 0.0, math.inf, 2**63 - 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("it's #2", True),
+        ("{a: [1]} # b", True),
+        ("#2", True),
+        ("'a #2'", False),
+        ('"a" ', False),
+        ("a#2", False),
+        ("", False),
+    ],
+)
+def test_a_comment_behind_a_value_is_found(text, found):
+    assert has_comment(text) is found
 
 
 def test_lists_of_scalars_are_written_on_one_line():
