@@ -284,11 +284,11 @@ def test_recomputed_log_probs_are_the_rollouts_own(dtype, scale, sde_type):
 
 MODES = {
     "off": OFF,
-    "decoupled_token_is": RolloutCorrectionConfig.preset("decoupled_token_is"),
-    "decoupled_seq_is_rs": RolloutCorrectionConfig.preset("decoupled_seq_is_rs"),
-    "bypass_ppo_clip_geo_rs": RolloutCorrectionConfig.preset("bypass_ppo_clip_geo_rs"),
+    "decoupled_token_is": RolloutCorrectionConfig.from_preset("decoupled_token_is"),
+    "decoupled_seq_is_rs": RolloutCorrectionConfig.from_preset("decoupled_seq_is_rs"),
+    "bypass_ppo_clip_geo_rs": RolloutCorrectionConfig.from_preset("bypass_ppo_clip_geo_rs"),
     "bypass in trajectories": RolloutCorrectionConfig(bypass_mode=True, bypass_scope="trajectory"),
-    "disabled": RolloutCorrectionConfig.preset("disabled"),
+    "disabled": RolloutCorrectionConfig.from_preset("disabled"),
 }
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Self, cast, get_args, overload
+from typing import Any, Literal, Self, cast, get_args
 
 from flowcorr.correction.bounds import (
     AUTO,
@@ -22,7 +22,8 @@ from flowcorr.correction.bounds import (
     parse_veto,
     parse_weights,
 )
-from flowcorr.correction.presets import add_class_methods, find_preset
+from flowcorr.correction.preset_methods import PresetMethods
+from flowcorr.correction.presets import find_preset
 from flowcorr.errors import ConfigError, unknown_choice
 
 ScaleName = Literal["mean", "sqrt", "sum"]
@@ -35,28 +36,12 @@ CorrectionMode = Literal["decoupled", "bypass", "auto", "off"]
 Groups = Literal["none", "recentre", "drop_small"]
 
 
-class _Preset:
-    """The field `preset`: the name on an instance, the factory `preset(name, **overrides)` on the class."""
-
-    @overload
-    def __get__(self, config: None, owner: type[RolloutCorrectionConfig]) -> Callable[..., Any]: ...
-    @overload
-    def __get__(self, config: RolloutCorrectionConfig, owner: Any) -> str | None: ...
-
-    def __get__(self, config: RolloutCorrectionConfig | None, owner: Any) -> Any:
-        return owner.from_preset if config is None else config.__dict__["preset"]
-
-    def __set__(self, config: RolloutCorrectionConfig, value: str | None) -> None:
-        # The field's default is this descriptor, so `__init__` passes it on where no preset was named.
-        config.__dict__["preset"] = None if value is self else value
-
-
 @dataclass(frozen=True, kw_only=True)
-class RolloutCorrectionConfig:
+class RolloutCorrectionConfig(PresetMethods):
     """How the drift from the rollout policy is measured and corrected.
 
     Build it from keys, by a preset's class method (`RolloutCorrectionConfig.seq_is(threshold=3.0)`), by
-    `RolloutCorrectionConfig.preset("seq_is", rollout_is_threshold=3.0)`, or from a recipe's mapping.
+    `RolloutCorrectionConfig.from_preset("seq_is", rollout_is_threshold=3.0)`, or from a recipe's mapping.
 
     Attributes:
         preset: name of a preset that fills the keys below; `flowcorr presets` lists them. Two configs are equal if
@@ -89,7 +74,7 @@ class RolloutCorrectionConfig:
         ConfigError: a value is unknown or out of bounds, or two keys contradict each other.
     """
 
-    preset: _Preset = field(default=_Preset(), compare=False)
+    preset: str | None = field(default=None, compare=False)
     bypass_mode: BypassMode = False
     auto_enter: float = 1.0
     auto_leave: float = 0.5
@@ -118,7 +103,7 @@ class RolloutCorrectionConfig:
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> Self:
-        """The preset `name` with some keys changed; also callable as `RolloutCorrectionConfig.preset`.
+        """The preset `name` with some keys changed; `RolloutCorrectionConfig.preset` is the same.
 
         Raises:
             ConfigError: the name is unknown, or an override contradicts what the preset is.
@@ -303,7 +288,7 @@ def _check_preset(config: RolloutCorrectionConfig) -> None:
             raise ConfigError(
                 f"{SECTION}.{key}={value!r} contradicts preset={name!r}, which has {expected!r}; leave one of the two "
                 f"out: {key}, or the preset by {SECTION}.preset=null (in code: "
-                f"RolloutCorrectionConfig.preset({name!r}))"
+                f"RolloutCorrectionConfig.from_preset({name!r}))"
             )
     if config.mode == "auto" and preset.loss_type == "reinforce":
         raise ConfigError(
@@ -339,7 +324,8 @@ def _as_dict(config: RolloutCorrectionConfig) -> dict[str, Any]:
     return {field.name: getattr(config, field.name) for field in fields(config)}
 
 
-add_class_methods(RolloutCorrectionConfig)
+# Instances have their own attribute of this name.
+RolloutCorrectionConfig.preset = RolloutCorrectionConfig.from_preset  # type: ignore[assignment]
 
 OFF = _Off()
 """No correction; a recipe writes `rollout_correction: null`."""

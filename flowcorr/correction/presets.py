@@ -6,24 +6,25 @@ Ling Team, "Every Step Evolves", arXiv:2510.18855.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from inspect import Parameter, Signature
 from typing import Any
 
-from flowcorr.correction.bounds import SECTION, parse_band
+from flowcorr.correction.bounds import AUTO, SECTION
 from flowcorr.errors import ConfigError, unknown_choice
 
 Keys = dict[str, Any]
 
-TOKEN: Keys = {"rollout_is": "token", "rollout_is_threshold": 2.0}
-SEQUENCE: Keys = {"rollout_is": "sequence", "rollout_is_threshold": 2.0}
-ICEPOP: Keys = {"rollout_is": "token", "rollout_is_threshold": (0.5, 5.0)}
-SEQ_RS: Keys = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": (0.5, 2.0)}
-GEO_RS: Keys = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": (0.999, 1.001)}
-K3_RS: Keys = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
-AUTO_RS: Keys = {"rollout_rs": "token_k1", "rollout_rs_threshold": "auto"}
-VETO: Keys = {"rollout_token_veto_threshold": 1e-4}
+CAP, ICEPOP_BAND = 2.0, (0.5, 5.0)  # of weights
+RATIO_BAND, GEOMETRIC_BAND, K3_BOUND, VETO_RATIO = (0.5, 2.0), (0.999, 1.001), 0.01, 1e-4
+
+TOKEN: Keys = {"rollout_is": "token", "rollout_is_threshold": CAP}
+SEQUENCE: Keys = {"rollout_is": "sequence", "rollout_is_threshold": CAP}
+ICEPOP: Keys = {"rollout_is": "token", "rollout_is_threshold": ICEPOP_BAND}
+SEQ_RS: Keys = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": RATIO_BAND}
+GEO_RS: Keys = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": GEOMETRIC_BAND}
+K3_RS: Keys = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": K3_BOUND}
+AUTO_RS: Keys = {"rollout_rs": "token_k1", "rollout_rs_threshold": AUTO}
+VETO: Keys = {"rollout_token_veto_threshold": VETO_RATIO}
 BYPASS: Keys = {"bypass_mode": True}
 REINFORCE: Keys = {"bypass_mode": True, "loss_type": "reinforce"}
 TRAJECTORY: Keys = {"bypass_scope": "trajectory"}
@@ -42,39 +43,6 @@ class Preset:
     keys: Keys
     summary: str
     aliases: tuple[str, ...] = ()
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of its class method, which are its thresholds, with their defaults."""
-        cap, band = self.keys.get("rollout_is_threshold"), self.keys.get("rollout_rs_threshold")
-        arguments: dict[str, Any] = {}
-        if isinstance(cap, tuple):
-            arguments["threshold"], arguments["threshold_lower"] = cap[1], cap[0]
-        elif cap is not None:
-            arguments["threshold" if band is None else "is_threshold"] = cap
-        if band is not None:
-            arguments["rs_threshold"] = band
-        if isinstance(band, tuple):
-            arguments["rs_threshold_lower"] = None
-            arguments["veto_threshold"] = self.keys.get("rollout_token_veto_threshold")
-        return arguments
-
-    def keys_with(self, arguments: Mapping[str, Any]) -> Keys:
-        """The keys with other thresholds; `rs_threshold_lower` replaces the lower end of the band."""
-        keys = dict(self.keys)
-        for name, value in arguments.items():
-            if name in ("threshold", "is_threshold"):
-                keys["rollout_is_threshold"] = value
-            elif name == "threshold_lower":
-                keys["rollout_is_threshold"] = (value, keys["rollout_is_threshold"])
-            elif name == "rs_threshold":
-                keys["rollout_rs_threshold"] = value
-            elif name == "rs_threshold_lower" and value is not None:
-                band = parse_band(keys["rollout_rs_threshold"], "rollout_rs_threshold")
-                keys["rollout_rs_threshold"] = (value, band[1] if isinstance(band, tuple) else band)
-            elif name == "veto_threshold":
-                keys["rollout_token_veto_threshold"] = value
-        return keys
 
 
 PRESETS: dict[str, Preset] = {
@@ -174,26 +142,3 @@ def find_preset(name: object) -> Preset:
     if not isinstance(name, str) or name not in NAMES:
         raise ConfigError(unknown_choice(f"{SECTION}.preset", name, NAMES))
     return NAMES[name]
-
-
-def add_class_methods(owner: type) -> None:
-    """Give `owner` a class method for each name of a preset, with the preset's thresholds as arguments."""
-    for name, preset in NAMES.items():
-        setattr(owner, name, classmethod(_builder(name, preset)))
-
-
-def _builder(name: str, preset: Preset) -> Any:
-    parameters = [
-        Parameter(argument, Parameter.POSITIONAL_OR_KEYWORD, default=default)
-        for argument, default in preset.arguments.items()
-    ]
-    signature = Signature(parameters)
-
-    def build(owner: type, /, *values: Any, **named: Any) -> Any:
-        given = signature.bind(*values, **named)
-        given.apply_defaults()
-        return owner(**preset.keys_with(given.arguments))
-
-    build.__name__, build.__doc__ = name, preset.summary
-    build.__signature__ = Signature([Parameter("cls", Parameter.POSITIONAL_ONLY), *parameters])  # type: ignore[attr-defined]
-    return build

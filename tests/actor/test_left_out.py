@@ -171,7 +171,7 @@ def test_legacy_names_come_beside_all_others_in_bypass(make_run):
 
 
 def test_bypass_logs_drift_of_the_first_mini_batch_and_of_all(make_run):
-    correction = RolloutCorrectionConfig.preset("bypass_ppo_clip")
+    correction = RolloutCorrectionConfig.from_preset("bypass_ppo_clip")
     run = make_run(actor={"mini_batches": 2, "lr": 1e-2}, algorithm={"rollout_correction": correction})
     rollout = run.sample()
     shift = torch.tensor([0.25, 0.5]).repeat_interleave(4)[:, None]

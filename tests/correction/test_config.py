@@ -48,7 +48,7 @@ def test_auto_beside_a_preset_of_bypass_mode_only_is_refused():
 
 
 def test_a_preset_named_without_its_values_is_refused():
-    with pytest.raises(ConfigError, match=r"in code: RolloutCorrectionConfig\.preset\('token_is'\)"):
+    with pytest.raises(ConfigError, match=r"in code: RolloutCorrectionConfig\.from_preset\('token_is'\)"):
         RolloutCorrectionConfig(preset="token_is")
 
 
@@ -159,7 +159,7 @@ def test_auto_is_one_mode_or_the_other():
 def test_auto_beside_a_preset_does_in_both_modes_what_the_preset_does(preset):
     config = RolloutCorrectionConfig.from_mapping({"preset": preset, "bypass_mode": "auto"})
     assert (config.preset, config.bypass_mode) == (preset, "auto")
-    plain = RolloutCorrectionConfig.preset(preset)
+    plain = RolloutCorrectionConfig.from_preset(preset)
     for mode in ("bypass", "decoupled"):
         concrete = config.in_mode(mode)
         assert (concrete.mode, concrete.preset) == (mode, None)

@@ -1,8 +1,6 @@
-"""Presets: their keys, their names, and their class methods."""
+"""Presets: their keys and their names."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
@@ -79,7 +77,7 @@ def expected_keep(kind, veto, ratios):
 )
 def test_what_a_preset_does_to_trajectories(name, meaning):
     weights, rejection, veto = meaning
-    config = RolloutCorrectionConfig.preset(name)
+    config = RolloutCorrectionConfig.from_preset(name)
     bypass = "bypass" in name or name.startswith(("pg_", "pure_"))
     assert config.mode == ("bypass" if bypass else "decoupled")
     if bypass:
@@ -99,7 +97,7 @@ def test_what_a_preset_does_to_trajectories(name, meaning):
 
 def test_rejection_of_trajectories_and_their_weights_have_them_whole():
     for names, (weights, rejection, _) in MEANINGS.items():
-        config = RolloutCorrectionConfig.preset(names[0])
+        config = RolloutCorrectionConfig.from_preset(names[0])
         if config.loss_type == "reinforce" and (weights == "sequence" or rejection):
             assert config.bypass_scope == "trajectory", names
 
@@ -110,26 +108,13 @@ def test_no_preset_is_missing_from_the_tests_or_the_list():
 
 @pytest.mark.parametrize("names", MEANINGS)
 def test_every_name_and_every_door_lead_to_one_preset(names):
-    first = RolloutCorrectionConfig.preset(names[0])
+    first = RolloutCorrectionConfig.from_preset(names[0])
     for name in names:
-        by_name = RolloutCorrectionConfig.preset(name)
+        by_name = RolloutCorrectionConfig.from_preset(name)
         assert by_name == first
         assert by_name.preset == name
-        assert getattr(RolloutCorrectionConfig, name)() == first
         assert RolloutCorrectionConfig.from_mapping({"preset": name}) == first
         assert find_preset(name).summary
-
-
-def test_class_methods_take_thresholds():
-    config = RolloutCorrectionConfig
-    assert config.token_is(threshold=3.0).rollout_is_threshold == 3.0
-    assert config.geo_rs(rs_threshold=1.01).criteria[0].lower == pytest.approx(-math.log(1.01))
-    assert config.geo_rs(rs_threshold_lower=0.99).rollout_rs_threshold == (0.99, 1.001)
-    assert config.geo_rs(rs_threshold=1.1, rs_threshold_lower=0.9).rollout_rs_threshold == (0.9, 1.1)
-    assert config.geo_rs(veto_threshold=None) == config.decoupled_geo_rs()
-    assert config.seq_is_rs(rs_threshold="0.6_3").rollout_rs_threshold == (0.6, 3.0)
-    assert config.decoupled_token_icepop(4.0, threshold_lower=0.3).rollout_is_threshold == (0.3, 4.0)
-    assert config.bypass_ppo_clip_k3_rs(0.02).rollout_rs_threshold == 0.02
 
 
 def test_thresholds_beside_a_preset_override_it():
@@ -137,10 +122,10 @@ def test_thresholds_beside_a_preset_override_it():
     config = RolloutCorrectionConfig.from_mapping(mapping)
     assert config == RolloutCorrectionConfig.decoupled_geo_rs("0.9_1.1")
     assert config.preset == "geo_rs"
-    scaled = RolloutCorrectionConfig.preset("seq_is", log_ratio_scale="sum", rollout_is_apply=False)
+    scaled = RolloutCorrectionConfig.from_preset("seq_is", log_ratio_scale="sum", rollout_is_apply=False)
     assert scaled.log_ratio_scale == "sum"
 
 
 def test_an_unknown_preset_shows_the_nearest():
     with pytest.raises(ConfigError, match="did you mean token_tis"):
-        RolloutCorrectionConfig.preset("token_tiss")
+        RolloutCorrectionConfig.from_preset("token_tiss")

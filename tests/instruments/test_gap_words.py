@@ -9,10 +9,10 @@ from flowcorr.correction import OFF, compute_rollout_correction_and_rejection_ma
 from flowcorr.correction import RolloutCorrectionConfig as Correction
 from flowcorr.instruments.gap_words import action, joint_nats, measurement, treatment
 
-DISABLED = Correction.preset("disabled")
-BYPASS = Correction.preset("bypass_ppo_clip")
-WEIGHTS = Correction.preset("decoupled_token_is")
-BAND = Correction.preset("decoupled_geo_rs")
+DISABLED = Correction.from_preset("disabled")
+BYPASS = Correction.from_preset("bypass_ppo_clip")
+WEIGHTS = Correction.from_preset("decoupled_token_is")
+BAND = Correction.from_preset("decoupled_geo_rs")
 SIZE = {"rollout/num_elements": 512.0}
 STEPS = [
     SIZE | {"rollout_corr/exact_kl": kl, "rollout_corr/clip_noise_fraction": outside}
@@ -72,7 +72,7 @@ def test_weights_say_their_range_or_that_they_are_all_one():
 
 
 def test_in_bypass_mode_the_loss_says_what_it_rejected():
-    correction = Correction.preset("bypass_ppo_clip_geo_rs")
+    correction = Correction.from_preset("bypass_ppo_clip_geo_rs")
     values = of_band(0.0, 2e-3) | {"actor/rollout_corr/rollout_rs_masked_fraction": 0.25}
     assert action(correction, values) == "rejected 25 %"
 
@@ -83,7 +83,7 @@ def test_in_bypass_mode_the_loss_says_what_it_rejected():
         (DISABLED, STEPS, ["gap 0.2 joint nats; 3 % of ratios outside", "PPO clipped none of that"]),
         (BYPASS, STEPS, ["gap 0.2 joint nats; 3 %", "PPO clipped as if the policy had learned it"]),
         (Correction(bypass_mode="auto"), STEPS, ["where a step was in bypass mode"]),
-        (Correction.preset("bypass_pg_is"), STEPS, ["before any update"]),
+        (Correction.from_preset("bypass_pg_is"), STEPS, ["before any update"]),
         (DISABLED, [SIZE | {"rollout_corr/k3_kl": 0.0}], ["gap 0: engine and trainer give equal"]),
         (OFF, STEPS, ["gap not measured", "preset=disabled measures it"]),
         (DISABLED, [{"reward/mean": 1.0}], ["gap not measured"]),

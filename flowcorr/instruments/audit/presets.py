@@ -111,7 +111,7 @@ def replay_presets(parts: Iterable[LoggedSteps], setting: Setting, *, passes: in
     bands = [setting.bands() for _ in corrections]
     for steps in parts:
         uncorrected = replay(
-            steps, setting, RolloutCorrectionConfig.preset("bypass_ppo_clip") if steps.bypass else OFF
+            steps, setting, RolloutCorrectionConfig.from_preset("bypass_ppo_clip") if steps.bypass else OFF
         )
         for correction, tally, measured in zip(corrections, tallies, bands, strict=True):
             resolved = _in_mode(correction, "bypass" if steps.bypass else "decoupled")

@@ -168,7 +168,7 @@ def _interface(name: str) -> Iterator[str]:
 
 
 def _preset(name: str) -> Iterator[str]:
-    preset, config = NAMES[name], RolloutCorrectionConfig.preset(name)
+    preset, config = NAMES[name], RolloutCorrectionConfig.from_preset(name)
     yield f"{name} (preset, {config.mode} mode)"
     yield f"  {preset.summary}"
     for key, value in preset.keys.items():

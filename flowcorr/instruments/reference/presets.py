@@ -12,7 +12,7 @@ def show_presets(console: Console | None = None) -> None:
     """Print the name, the aliases and the keys of each preset, and what it does."""
     rows = []
     for name, preset in PRESETS.items():
-        config = RolloutCorrectionConfig.preset(name)
+        config = RolloutCorrectionConfig.from_preset(name)
         names = "\n".join([name, *(f"  = {alias}" for alias in preset.aliases)])
         rows.append((names, _mode(config), _weights(config), _rejection(config), preset.summary))
     columns = ("preset", "mode", "weights", "rejection", "what it does")

@@ -92,7 +92,7 @@ def _presets() -> Iterator[tuple[str, ...]]:
     for name, preset in PRESETS.items():
         aliases = ", ".join(_code(alias) for alias in preset.aliases)
         values = ", ".join(_code(f"{key}: {value}") for key, value in preset.keys.items())
-        yield f"`{name}`", aliases, RolloutCorrectionConfig.preset(name).mode, preset.summary, values
+        yield f"`{name}`", aliases, RolloutCorrectionConfig.from_preset(name).mode, preset.summary, values
 
 
 def _checks() -> Iterator[tuple[str, ...]]:

@@ -31,7 +31,7 @@ def test_terms_that_were_left_out_before_are_neither_judged_nor_rejected():
 @pytest.mark.parametrize("preset", ["bypass_ppo_clip_geo_rs", "bypass_pg_geo_rs", "decoupled_geo_rs"])
 def test_bypass_judges_single_steps_unless_its_scope_is_the_trajectory(preset):
     gap = normal_gap(0.03)
-    correction = RolloutCorrectionConfig.preset(preset)
+    correction = RolloutCorrectionConfig.from_preset(preset)
     after = corrected(gap, Setting.of(Config()), correction)
     single = preset == "bypass_ppo_clip_geo_rs"
     assert after.terms.log_prob.dim() == (1 if single else 2)

@@ -8,7 +8,7 @@ from flowcorr.instruments.page import exit_code
 def test_a_gap_above_the_clip_warns_in_bypass(small_run):
     from flowcorr.correction import RolloutCorrectionConfig
 
-    bypass = {"rollout_correction": RolloutCorrectionConfig.preset("bypass_ppo_clip")}
+    bypass = {"rollout_correction": RolloutCorrectionConfig.from_preset("bypass_ppo_clip")}
     run = small_run(rollout={"emulate": "fp8"}, algorithm=bypass, actor={"clip_ratio": 1e-5})
     report = check(run, run.engine, float32=False)
     assert report.causes("warning") == ["clip"]
@@ -22,7 +22,7 @@ def test_the_clip_is_judged_on_the_ratio_that_the_loss_uses(small_run, loss_mode
     """grpo_guard takes the mean of the drift off, and multiplies by s."""
     from flowcorr.correction import RolloutCorrectionConfig
 
-    bypass = {"rollout_correction": RolloutCorrectionConfig.preset("bypass_ppo_clip")}
+    bypass = {"rollout_correction": RolloutCorrectionConfig.from_preset("bypass_ppo_clip")}
     limit = 0.003
     actor = {"clip_ratio": limit, "importance_cap": 1 + limit, "loss_mode": loss_mode}
     run = small_run(model=WHOLE, rollout={"emulate": "int4"}, algorithm=bypass, actor=actor)
