@@ -320,7 +320,8 @@ class ActorConfig:
             also for an engine in this process that shares them, with `rollout.dtype: bfloat16`.
         gradient_checkpointing: trade compute for memory in the transformer.
         compile: `torch.compile` the blocks of the trained transformer, for all that runs them: scoring, learning,
-            evaluations, and rollouts that share them. It differs from other copies by rounding.
+            evaluations, and rollouts that share them. It differs from other copies by rounding. The first step takes a
+            minute or two more, and a sixth of that where an earlier run has filled `TORCHINDUCTOR_CACHE_DIR`.
         fsdp: with several ranks, spread the transformer's weights over them, and its gradients and optimizer state if
             it is trained. An adapter stays whole on each rank.
         ema: decay of an exponential moving average of the trained weights, used for evaluation; null is off.
