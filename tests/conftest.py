@@ -124,7 +124,7 @@ FROZEN = {"modules": 0}
 
 def pytest_runtest_teardown() -> None:
     """Keep the garbage collector off what imports have left, which every freed text encoder would have it walk."""
-    if len(sys.modules) > FROZEN["modules"] + 500:
+    if len(sys.modules) > FROZEN["modules"] + 100:
         FROZEN["modules"] = len(sys.modules)
         gc.collect()
         gc.freeze()

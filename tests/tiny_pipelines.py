@@ -55,11 +55,16 @@ def build_tiny_sd3(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> P
 
 
 def build_tiny_sd35(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """The same with what Stable Diffusion 3.5 Medium adds: normalised queries, and blocks with a second attention."""
+    """Two of its blocks with what Stable Diffusion 3.5 Medium adds: normalised queries, and a second attention."""
     from diffusers import SD3Transformer2DModel
 
     pipeline = _sd3_pipeline(seed)
-    config = {**pipeline.transformer.config, "qk_norm": "rms_norm", "dual_attention_layers": (0,)}
+    config = {
+        **pipeline.transformer.config,
+        "num_layers": 2,
+        "qk_norm": "rms_norm",
+        "dual_attention_layers": (0,),
+    }
     del config["_use_default_values"]  # it names keys for which diffusers would take its defaults
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -7,7 +7,8 @@ import re
 import flowcorr
 from tests.conftest import small_config
 
-ONE_STEP = {"total_steps": 1, "eval_every": 1}
+ONE_STEP = {"total_steps": 1, "eval_every": 1, "eval_num_inference_steps": 2}
+FEW_PROMPTS = {"num_train": 4, "num_heldout": 2}
 
 
 class ZMQInteractiveShell:
@@ -15,7 +16,7 @@ class ZMQInteractiveShell:
 
 
 def train(folder, **options):
-    return flowcorr.train(small_config(trainer=ONE_STEP), folder / "a_run", **options)
+    return flowcorr.train(small_config(trainer=ONE_STEP, data=FEW_PROMPTS), folder / "a_run", **options)
 
 
 def test_a_notebook_shows_progress_and_the_first_screen_of_the_report(tmp_path, monkeypatch, capsys):
@@ -40,7 +41,6 @@ def test_another_program_prints_what_it_likes(tmp_path, capsys):
     result = train(tmp_path)
     assert capsys.readouterr().out == ""
     assert (result.status, result.step) == ("finished", 1)
-    flowcorr.train(
-        small_config(trainer={**ONE_STEP, "total_steps": 2}), result.out_dir, resume=True, observer=Steps()
-    )
+    two_steps = small_config(trainer={**ONE_STEP, "total_steps": 2}, data=FEW_PROMPTS)
+    flowcorr.train(two_steps, result.out_dir, resume=True, observer=Steps())
     assert capsys.readouterr().out == "2 is done\n"

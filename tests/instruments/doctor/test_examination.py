@@ -112,7 +112,9 @@ def test_everything_is_as_before(small_run, rollout):
 @pytest.fixture
 def fixed_precision(monkeypatch, make_config):
     """A configuration in bfloat16 whose engine is started once for each precision; and what was started."""
-    config = make_config(rollout={"n": 2, "dtype": "bfloat16", "placement": "ray"}, data={"num_train": 4})
+    config = make_config(
+        rollout={"n": 2, "dtype": "bfloat16", "placement": "ray"}, data={"num_train": 4, "num_heldout": 2}
+    )
     build, started = examination.build_stacks, []
 
     def local(config, family, texts):
