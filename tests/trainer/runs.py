@@ -24,6 +24,7 @@ SMALL = (
     "data.num_heldout=4",
     "trainer.total_steps=4",
     "trainer.eval_every=2",
+    "trainer.eval_num_inference_steps=2",
     "trainer.save_every=2",
     "trainer.image_every=0",
     "trainer.num_threads=1",  # in every process, so that all make the same calls

@@ -10,6 +10,7 @@ from flowcorr import config, trainer
 from flowcorr.errors import BackendError, CheckpointError, ConfigError
 from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer import checkpoint
+from tests.shallow import SHALLOW
 from tests.trainer.runs import records
 
 WORDS = {
@@ -44,11 +45,15 @@ def tagged(tmp_path, monkeypatch):
                 f"data.path={tmp_path / 'train.jsonl'}",
                 f"data.heldout_path={tmp_path / 'test.jsonl'}",
                 "reward.terms=[{name: jpeg_compressibility}, {name: 'zoo:zoo', tags: [animal]}]",
+                f"model.path={SHALLOW}",
+                "sampling.height=16",
+                "sampling.width=32",
                 "sampling.num_inference_steps=3",
                 "sampling.sde_window_range=[0, 3]",
                 "rollout.prompts_per_step=6",
                 "rollout.n=2",
                 "trainer.total_steps=1",
+                "trainer.eval_num_inference_steps=2",
                 *overrides,
             ],
         )

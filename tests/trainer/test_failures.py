@@ -17,6 +17,8 @@ from flowcorr.trainer import checkpoint, run_folder
 from flowcorr.trainer.events import read_events
 from tests.trainer.runs import Recorder, checkpoints, records, small_config
 
+TWO_STEPS = ("trainer.total_steps=2", "trainer.save_every=99")
+
 
 def test_a_full_disk_stops_the_run_with_its_last_checkpoint_intact(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -56,21 +58,23 @@ def test_a_failing_reward_saves_what_came_before_it(plain_runs, fragile, tmp_pat
     calls = []
     monkeypatch.setitem(TRACKERS, "counting", CountingTracker)
     monkeypatch.setattr(CountingTracker, "calls", calls, raising=False)
-    settings = small_config(overrides(), "trainer.trackers=[counting]")
+    settings = small_config(overrides(), "trainer.trackers=[counting]", "trainer.total_steps=2")
     folder = tmp_path / "run"
     with pytest.raises(BackendError, match="the scorer is gone") as caught:
-        trainer.train(settings, folder, observer=Recorder(4, flag.touch, phase="rollout"))
-    assert calls == ["start", "log 0", "log 1", "log 2", "log 3", "finish"]
+        trainer.train(settings, folder, observer=Recorder(2, flag.touch, phase="rollout"))
+    assert calls == ["start", "log 0", "log 1", "finish"]
     assert str(caught.value) in (folder / "failure.txt").read_text()
-    assert checkpoints(folder)[-1] == "step_000003"
+    assert checkpoints(folder)[-1] == "step_000001"
 
     flag.unlink()
     recorder = Recorder()
     trainer.train(settings, folder, resume=True, observer=recorder)
-    assert recorder.steps == [4]
+    assert recorder.steps == [2]
     assert not (folder / "failure.txt").exists()
-    assert records(folder) == records(plain_runs[0])  # the same reward, had it not failed
-    ours, theirs = (checkpoint.load_latest(path / "checkpoints")[1] for path in (folder, plain_runs[0]))
+    assert records(folder) == records(plain_runs[0])[:3]  # the same reward, had it not failed
+    ours, theirs = (
+        checkpoint.load(checkpoint.folder_of(path / "checkpoints", 2)) for path in (folder, plain_runs[0])
+    )
     for name, value in theirs.tensors.items():
         torch.testing.assert_close(ours.tensors[name], value, rtol=0, atol=0)
     for path in (folder / "checkpoints").rglob("*"):
@@ -79,27 +83,29 @@ def test_a_failing_reward_saves_what_came_before_it(plain_runs, fragile, tmp_pat
 
 def test_a_reward_that_fails_at_an_evaluation_costs_no_training_step(plain_runs, fragile, tmp_path):
     overrides, flag = fragile
-    settings, folder = small_config(overrides(), "trainer.save_every=99"), tmp_path / "run"
+    settings = small_config(overrides(), "trainer.save_every=99", "trainer.total_steps=3")
+    folder = tmp_path / "run"
     with pytest.raises(BackendError, match="the scorer is gone"):
         trainer.train(settings, folder, observer=Recorder(2, flag.touch))
     flag.unlink()
     trainer.train(settings, folder, resume=True, observer=(recorder := Recorder()))
-    assert recorder.steps == [3, 4]
-    assert records(folder) == records(plain_runs[0])
+    assert recorder.steps == [3]
+    assert records(folder)[:3] == records(plain_runs[0])[:3]
 
 
 def test_a_reward_that_exits_fails_the_run(plain_runs, fragile, tmp_path):
     overrides, flag = fragile
-    settings, folder = small_config(overrides(exits=True), "trainer.save_every=99"), tmp_path / "run"
+    settings = small_config(overrides(exits=True), *TWO_STEPS)
+    folder = tmp_path / "run"
     with pytest.raises(BackendError, match=r"reward Fragile raised SystemExit\(0\)") as caught:
-        trainer.train(settings, folder, observer=Recorder(3, flag.touch))
+        trainer.train(settings, folder, observer=Recorder(1, flag.touch))
     assert str(caught.value) in (folder / "failure.txt").read_text()
     kinds = [event["kind"] for event in read_events(folder / "events.jsonl")]
     assert kinds[-3:] == ["reward_failed", "checkpoint", "failure"]
     flag.unlink()
     trainer.train(settings, folder, resume=True, observer=(recorder := Recorder()))
-    assert recorder.steps == [4]
-    assert records(folder) == records(plain_runs[0])
+    assert recorder.steps == [2]
+    assert records(folder) == records(plain_runs[0])[:3]
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit()])
@@ -113,26 +119,29 @@ def test_a_run_that_other_code_exits_has_failed(error, tmp_path):
     assert read_events(tmp_path / "events.jsonl")[-1]["kind"] == "failure"
 
 
-@pytest.mark.parametrize("step", [1, 2])  # the second is evaluated
-@pytest.mark.parametrize("error", [BackendError, BatchError, RuntimeError])
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [(1, BackendError), (2, BatchError), (2, RuntimeError)],  # the second is evaluated
+)
 def test_a_step_that_cannot_be_shown_is_kept(plain_runs, tmp_path, step, error):
     def fail():
         raise error("standard output is closed")
 
-    settings = small_config("trainer.save_every=99", "trainer.dump_log_probs=true")
+    total = f"trainer.total_steps={step + 1}"
+    settings = small_config("trainer.save_every=99", "trainer.dump_log_probs=true", total)
     with pytest.raises(error, match="standard output is closed"):
         trainer.train(settings, tmp_path, observer=Recorder(step, fail))
     trainer.train(settings, tmp_path, resume=True, observer=(recorder := Recorder()))
-    assert recorder.steps == list(range(step + 1, 5))
-    assert list(dumps.files(tmp_path)) == [1, 2, 3, 4]
-    assert records(tmp_path) == records(plain_runs[0])
+    assert recorder.steps == [step + 1]
+    assert list(dumps.files(tmp_path)) == list(range(1, step + 2))
+    assert records(tmp_path)[: step + 1] == records(plain_runs[0])[: step + 1]
 
 
 class BrokenTracker(CountingTracker):
-    """Fails at the third step, before another tracker gets its record."""
+    """Fails at the first step, before another tracker gets its record."""
 
     def log(self, metrics, step):
-        if step == 3:
+        if step == 1:
             raise KeyError("no such metric")
 
 
@@ -141,32 +150,32 @@ def test_a_tracker_that_fails_costs_no_training_step(plain_runs, tmp_path, monke
     monkeypatch.setitem(TRACKERS, "counting", CountingTracker)
     monkeypatch.setattr(CountingTracker, "calls", calls := [], raising=False)
     with pytest.raises(KeyError, match="no such metric") as caught:
-        trainer.train(small_config("trainer.save_every=99", "trainer.trackers=[broken, counting]"), tmp_path)
-    assert [call for call in calls if call.startswith("log")] == ["log 0", "log 1", "log 2", "log 3"]
-    assert records(tmp_path) == records(plain_runs[0])[:4]
+        trainer.train(small_config(*TWO_STEPS, "trainer.trackers=[broken, counting]"), tmp_path)
+    assert [call for call in calls if call.startswith("log")] == ["log 0", "log 1"]
+    assert records(tmp_path) == records(plain_runs[0])[:2]
     assert caught.value.args[0] in (tmp_path / "failure.txt").read_text()
-    settings = small_config("trainer.save_every=99")
-    trainer.train(settings, tmp_path, resume=True, observer=(recorder := Recorder()))
-    assert recorder.steps == [4]
-    assert records(tmp_path) == records(plain_runs[0])
+    trainer.train(small_config(*TWO_STEPS), tmp_path, resume=True, observer=(recorder := Recorder()))
+    assert recorder.steps == [2]
+    assert records(tmp_path) == records(plain_runs[0])[:3]
 
 
 @pytest.mark.parametrize(
     ("override", "name"),
     [
-        ("trainer.dump_log_probs=true", "log_probs/step_000003.safetensors"),
-        ("trainer.image_every=3", "images/rollout_000003_00.png"),
+        ("trainer.dump_log_probs=true", "log_probs/step_000001.safetensors"),
+        ("trainer.image_every=1", "images/rollout_000001_00.png"),
     ],
 )
 def test_a_file_that_cannot_be_written_costs_no_training_step(plain_runs, tmp_path, override, name):
-    settings, obstacle = small_config(override, "trainer.save_every=99"), tmp_path / name
+    settings, obstacle = small_config(override, *TWO_STEPS), tmp_path / name
+    recorder = Recorder(1, lambda: obstacle.mkdir(parents=True), phase="rollout")
     with pytest.raises(BackendError, match="cannot be written|could not be written"):
-        trainer.train(settings, tmp_path, observer=Recorder(2, lambda: obstacle.mkdir(parents=True)))
-    assert records(tmp_path) == records(plain_runs[0])[:4]
+        trainer.train(settings, tmp_path, observer=recorder)
+    assert records(tmp_path) == records(plain_runs[0])[:2]
     obstacle.rmdir()
     trainer.train(settings, tmp_path, resume=True, observer=(recorder := Recorder()))
-    assert recorder.steps == [4]
-    assert records(tmp_path) == records(plain_runs[0])
+    assert recorder.steps == [2]
+    assert records(tmp_path) == records(plain_runs[0])[:3]
 
 
 class Forgetful:
@@ -186,7 +195,9 @@ class Forgetful:
 
 def test_a_later_evaluation_without_the_best_metric_does_not_end_the_run(tmp_path, caplog):
     settings = small_config(
-        "reward.terms=[{name: 'tests.trainer.test_failures:Forgetful'}]", "trainer.best_metric=eval/parsed"
+        "reward.terms=[{name: 'tests.trainer.test_failures:Forgetful'}]",
+        "trainer.best_metric=eval/parsed",
+        "trainer.total_steps=2",
     )
     assert trainer.train(settings, tmp_path).status == "finished"
     assert "eval/parsed (trainer.best_metric)" in caplog.text

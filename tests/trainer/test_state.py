@@ -41,17 +41,17 @@ def test_resumed_after_a_kill_is_uninterrupted(kind, request, tmp_path):
     ],
 )
 def test_resumed_after_a_signal_is_uninterrupted(kind, number, request, tmp_path):
-    whole, _ = request.getfixturevalue(kind)
+    whole, killed = request.getfixturevalue(kind)
     settings = config.load(whole / "config.yaml")
-    folder = tmp_path / "a run"
-    recorder = Recorder(3, interrupt(number), phase="reward")
+    folder = shutil.copytree(killed, tmp_path / "a run")  # goes on after step 2
+    recorder = Recorder(1, interrupt(number), phase="reward")
     handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
 
-    result = trainer.train(settings, folder, observer=recorder)
+    result = trainer.train(settings, folder, resume=True, observer=recorder)
 
     assert (result.status, result.signal, result.step) == ("interrupted", number, 3)
     assert recorder.results == [result]
-    assert recorder.steps == [1, 2, 3]
+    assert recorder.steps == [3]
     assert number.name in recorder.messages[0]
     assert checkpoints(folder)[-1] == "step_000003"
     assert handlers == [signal.getsignal(number) for number in STOP_SIGNALS]
@@ -109,11 +109,12 @@ def when_saved(folder, step, then):
 @pytest.mark.parametrize("phase", ["rollout", "update"])
 def test_killed_after_a_signal_a_run_loses_the_step_in_flight_alone(kind, phase, request, tmp_path):
     """As by a scheduler that does not wait until the step is done."""
-    whole, _ = request.getfixturevalue(kind)
+    whole, begun = request.getfixturevalue(kind)
     settings = config.load(whole / "config.yaml", ["trainer.save_every=99"])
-    folder, killed = tmp_path / "run", tmp_path / "killed"
-    recorder = Recorder(4, when_saved(folder, 3, lambda: shutil.copytree(folder, killed)), phase=phase)
-    trainer.train(settings, folder, observer=recorder)
+    folder, killed = shutil.copytree(begun, tmp_path / "run"), tmp_path / "killed"
+    recorder = Recorder(2, when_saved(folder, 3, lambda: shutil.copytree(folder, killed)), phase=phase)
+    trainer.train(settings, folder, resume=True, observer=recorder)
+    assert recorder.steps == [3, 4]
     trainer.train(settings, killed, resume=True, observer=(resumed := Recorder()))
     assert resumed.steps == [4]
     assert records(whole) == records(killed)
@@ -206,15 +207,15 @@ def test_resume_of_a_finished_run_evaluates_and_changes_nothing(plain_runs, fini
 
 
 def test_a_run_that_is_told_to_end_where_it_was_interrupted_is_evaluated_there(tmp_path):
-    longer, settings = (small_config("trainer.eval_every=4", f"trainer.total_steps={n}") for n in (4, 3))
+    longer, settings = (small_config("trainer.eval_every=3", f"trainer.total_steps={n}") for n in (3, 2))
     interrupted, whole = tmp_path / "interrupted", tmp_path / "whole"
-    trainer.train(longer, interrupted, observer=Recorder(3, interrupt(signal.SIGTERM)))
+    trainer.train(longer, interrupted, observer=Recorder(2, interrupt(signal.SIGTERM)))
     assert "eval/reward" not in records(interrupted)[-1]
     recorder = Recorder()
     result = trainer.train(settings, interrupted, resume=True, observer=recorder)
-    assert (result.status, recorder.steps, list(recorder.evals)) == ("finished", [], [3])
+    assert (result.status, recorder.steps, list(recorder.evals)) == ("finished", [], [2])
     trainer.train(settings, whole)
-    assert checkpoint.load_latest(interrupted / "checkpoints")[1].facts["best"][0] == 3
+    assert checkpoint.load_latest(interrupted / "checkpoints")[1].facts["best"][0] == 2
     assert_same_run(whole, interrupted)
 
 
@@ -300,13 +301,13 @@ def test_a_reward_that_draws_gives_the_same_numbers_again_and_after_a_resume(tmp
     monkeypatch.syspath_prepend(tmp_path)
     terms = ("reward.terms=[{name: drawn_reward:reward}]", "trainer.best_metric=eval/reward")
     runs = {}
-    for name, steps in (("whole", [4]), ("resumed", [2, 4])):
+    for name, steps in (("whole", [2]), ("resumed", [1, 2])):
         for total in steps:
             settings = small_config(*terms, f"trainer.total_steps={total}")
             trainer.train(settings, tmp_path / name, resume=total != steps[0])
         runs[name] = records(tmp_path / name)
     whole = [record["reward/mean"] for record in runs["whole"] if record["step"]]
-    assert len(set(whole)) == 4
+    assert len(set(whole)) == 2
     assert [record["reward/mean"] for record in runs["resumed"] if record["step"]] == whole
     assert len({record["eval/reward"] for record in runs["whole"] if "eval/reward" in record}) == 1
 
