@@ -1,3 +1,4 @@
+import copy
 import json
 from dataclasses import dataclass
 
@@ -21,19 +22,20 @@ FILE = "pytorch_lora_weights.safetensors"
 
 @dataclass(frozen=True)
 class Saved:
-    """A model, its adapter as it was saved, and the adapter's part of each weight."""
+    """A model, its transformer without adapter, its adapter as it was saved, and the adapter's part of each weight."""
 
     path: str
     folder: str
     family: ModelFamily
+    bare: torch.nn.Module
     updates: dict[str, Tensor]
 
     @property
     def layers(self):
-        return {name for name, part in self.plain().named_modules() if isinstance(part, torch.nn.Linear)}
+        return {name for name, part in self.bare.named_modules() if isinstance(part, torch.nn.Linear)}
 
     def plain(self):
-        return load_family(ModelConfig(path=self.path)).transformer
+        return copy.deepcopy(self.bare)
 
     def started(self, warm_start, **options):
         transformer = self.plain()
@@ -56,6 +58,7 @@ def updates_of(transformer):
 def save(name, folder):
     path = str(FAMILIES[name].build(folder / "model"))
     family = load_family(ModelConfig(path=path))
+    bare = copy.deepcopy(family.transformer)
     lora.add_adapter(family.transformer, family, LoraConfig(rank=RANK, alpha=ALPHA), seed=0)
     draw = torch.Generator().manual_seed(1)
     for parameter in family.transformer.parameters():
@@ -63,7 +66,7 @@ def save(name, folder):
             parameter.data = torch.randn(parameter.shape, generator=draw)
     state, metadata = lora.adapter_state(family.transformer), lora.adapter_metadata(family.transformer)
     family.save_lora(str(folder / "adapter"), state, metadata)
-    return Saved(path, str(folder / "adapter"), family, updates_of(family.transformer))
+    return Saved(path, str(folder / "adapter"), family, bare, updates_of(family.transformer))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -216,7 +219,7 @@ def test_layouts_that_people_have_are_read(saved, tmp_path, layout):
 def test_names_of_another_code_base_are_those_that_diffusers_converts(tmp_path, name, layer, sides):
     """Black Forest Labs' names, in which q, k and v are one layer, with an alpha."""
     saved = save(name, tmp_path)
-    width = saved.plain().transformer_blocks[0].attn.to_q.in_features
+    width = saved.bare.transformer_blocks[0].attn.to_q.in_features
     down, up = torch.randn(RANK, width), torch.randn(3 * width, RANK)
     state = {f"{layer}.lora_{side}.weight": value for side, value in zip(sides, (down, up), strict=True)}
     save_file({**state, f"{layer}.alpha": torch.tensor(8.0)}, tmp_path / "bfl.safetensors")
