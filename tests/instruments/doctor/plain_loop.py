@@ -1,6 +1,8 @@
 """A plain sampling loop of a trainer's own, with faults planted in it: diffusers and peft, and nothing of flowcorr."""
 
+import copy
 import math
+from functools import lru_cache
 
 import peft
 import torch
@@ -17,10 +19,18 @@ WINDOWS = {"whole": None, "middle": [1, 3]}
 """Places of the SDE steps; the others of the five are Euler steps."""
 
 
+@lru_cache
+def loaded():
+    """The pipeline as it lies on disk, which nothing may change."""
+    with quiet_loaders():
+        return StableDiffusion3Pipeline.from_pretrained(SHALLOW)
+
+
 def load(*, trained=True):
     """The pipeline, with an adapter that has learned something, or one that has not."""
-    with quiet_loaders():
-        pipeline = StableDiffusion3Pipeline.from_pretrained(SHALLOW)
+    parts = loaded().components
+    changed = {name: copy.deepcopy(parts[name]) for name in ("transformer", "scheduler")}
+    pipeline = StableDiffusion3Pipeline(**parts | changed)
     pipeline.set_progress_bar_config(disable=True)
     draw = torch.Generator().manual_seed(3)
     pipeline.transformer.add_adapter(
