@@ -1,6 +1,7 @@
 """Bands measured on earlier training steps: against a reference by hand, however the terms are split, and over time."""
 
 import math
+import shutil
 import statistics
 from dataclasses import replace
 
@@ -148,7 +149,7 @@ def test_noise_of_a_step_is_that_of_a_reference(mode, value, scale):
         assert noise.spread[step].item() == pytest.approx(spread + abs(floor), rel=1e-5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.data())
 def test_no_split_changes_a_band(data):
     """Exactly: medians of the same terms."""
@@ -301,16 +302,17 @@ RUN = (
 
 
 def test_a_resumed_run_is_an_uninterrupted_one(tmp_path):
-    whole, part = tmp_path / "whole", tmp_path / "part"
-    for folder, steps in ((whole, 5), (part, 4), (part, 5)):
-        torch.manual_seed(0)
-        trainer.train(runs.small_config(*RUN, f"trainer.total_steps={steps}"), folder, resume=steps == 5)
+    settings = runs.small_config(*RUN, "trainer.total_steps=5")
+    torch.manual_seed(0)
+    trainer.train(settings, whole := tmp_path / "whole")
+    part = shutil.copytree(whole, tmp_path / "part")
+    shutil.rmtree(part / "checkpoints" / "step_000005")
+    trainer.train(settings, part, resume=True, observer=(recorder := runs.Recorder()))
+    assert recorder.steps == [5]
     last, expected = (runs.records(folder)[5] for folder in (part, whole))
     assert last["rollout_corr/rollout_rs_unmeasured_fraction"] == 0
     assert last["rollout_corr/step_1/rollout_rs_token_k1_threshold_high"] > 1
-    assert {
-        name: value for name, value in last.items() if not name.startswith("eval/")
-    }.items() <= expected.items()
+    assert last == expected
     ours, theirs = (checkpoint.load_latest(folder / "checkpoints")[1].tensors for folder in (part, whole))
     assert {name for name in theirs if name.startswith("bands/")} == {
         f"bands/{mode}/{column}" for mode in ("token_k1", "step_z") for column in ("noise", "first", "count")

@@ -18,8 +18,11 @@ SMALL = [
     "rollout.prompts_per_step=2",
     "rollout.n=2",
     "sampling.num_inference_steps=4",
-    "data.num_train=16",
-    "data.num_heldout=4",
+    "sampling.height=16",
+    "sampling.width=32",
+    "data.num_train=4",
+    "data.num_heldout=2",
+    "trainer.eval_num_inference_steps=2",
 ]
 
 

@@ -1,5 +1,6 @@
 """The dumped terms of training steps: what they hold, how they are written, and that they change nothing."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -98,8 +99,8 @@ def test_the_first_mini_batch_is_scored_by_the_old_policy(runs):
 
 def test_a_resumed_run_drops_what_is_later_and_writes_it_again(runs, tmp_path):
     whole, _ = runs
-    killed = tmp_path / "killed"
-    trainer.train(small_config("trainer.dump_log_probs=true", "trainer.total_steps=2"), killed)
+    killed = shutil.copytree(whole, tmp_path / "killed")
+    shutil.rmtree(killed / "checkpoints" / "step_000003")
     late = dumps.files(killed)[2].with_name("step_000009.safetensors")
     late.write_bytes(b"of a step that never was")
     trainer.train(small_config("trainer.dump_log_probs=true"), killed, resume=True)
