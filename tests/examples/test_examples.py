@@ -19,6 +19,14 @@ from flowcorr.records import Terms
 from flowcorr.trackers import METRICS_FILE, read_metrics
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = (
+    "rollout.prompts_per_step=2",
+    "rollout.n=2",
+    "sampling.num_inference_steps=4",
+    "data.num_heldout=4",
+    "trainer.eval_num_inference_steps=2",
+)
+FEW_WORDS = "data.num_train=8"
 
 
 def load(name):
@@ -29,8 +37,8 @@ def load(name):
 
 
 def test_own_loop_learns_and_measures_the_gap(capsys):
-    history = load("own_loop").main(3)
-    assert len(history) == 3
+    history = load("own_loop").main(2)
+    assert len(history) == 2
     for metrics in history:
         assert all(math.isfinite(value) for value in metrics.values())
         assert 1e-6 < metrics["rollout_corr/logprob_abs_diff_mean"] < 1e-2  # bfloat16 against float32
@@ -40,14 +48,8 @@ def test_own_loop_learns_and_measures_the_gap(capsys):
 
 def test_custom_reward_trains(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    small = (
-        "rollout.prompts_per_step=2",
-        "rollout.n=2",
-        "sampling.num_inference_steps=4",
-        "data.num_heldout=4",
-    )
     example = load("custom_reward")
-    result = example.main(str(tmp_path / "ink"), 1, *small, "data.num_train=8")
+    result = example.main(str(tmp_path / "ink"), 1, *SMALL, FEW_WORDS)
     assert result.status == "finished"
     assert 0 < result.metrics["eval/reward"] < 100
     assert f"{result.metrics['eval/reward']:.2f}" in capsys.readouterr().out
@@ -56,15 +58,8 @@ def test_custom_reward_trains(tmp_path, monkeypatch, capsys):
 
 def test_custom_loss_trains(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    small = (
-        "rollout.prompts_per_step=2",
-        "rollout.n=2",
-        "sampling.num_inference_steps=4",
-        "data.num_heldout=4",
-        "data.num_train=8",
-    )
     example = load("custom_loss")
-    result = example.main(str(tmp_path / "run"), 1, *small)
+    result = example.main(str(tmp_path / "run"), 1, *SMALL, FEW_WORDS)
     assert result.status == "finished"
     assert f"{result.metrics['eval/exact_match']:.3f}" in capsys.readouterr().out
     logged = [record for record in read_metrics(tmp_path / "run" / METRICS_FILE) if "actor/loss" in record]
@@ -106,13 +101,7 @@ def test_rows_of_ones_own_are_judged_from_outside_the_package(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     Path("own_rows.py").write_text(OWN_ROWS, encoding="utf-8")
-    small = [
-        "rollout.prompts_per_step=2",
-        "rollout.n=2",
-        "sampling.num_inference_steps=4",
-        "data.num_heldout=2",
-    ]
-    small += ["trainer.total_steps=1", "trainer.doctor=false", "actor.mini_batches=2", "data.num_train=8"]
+    small = [*SMALL, FEW_WORDS, "trainer.total_steps=1", "trainer.doctor=false", "actor.mini_batches=2"]
     rows = "trainer.metrics=[own_rows:THREE,own_rows:ODD_REWARD]"
     preset = f"algorithm.rollout_correction.preset={preset}"
     assert main(["train", "tiny_ocr_lora", preset, *small, rows, "--out", "run"]) == 0
@@ -144,14 +133,7 @@ def test_a_row_that_cannot_be_used_is_refused(tmp_path, monkeypatch, name, wrong
 
 def test_new_engine_trains_and_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    small = (
-        "rollout.prompts_per_step=2",
-        "rollout.n=2",
-        "sampling.num_inference_steps=4",
-        "data.num_heldout=4",
-        "data.num_train=8",
-        "rollout.replay_every=1",
-    )
+    small = (*SMALL, FEW_WORDS, "rollout.replay_every=1")
     example = load("new_engine")
     gaps = {}
     for dtype in ("bfloat16", "float16"):
@@ -200,13 +182,7 @@ def test_custom_reward_is_what_it_says():
 
 def test_an_editing_family_of_ones_own_trains(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    small = (
-        "rollout.prompts_per_step=2",
-        "rollout.n=4",
-        "sampling.num_inference_steps=4",
-        "data.num_heldout=4",
-    )
-    result = load("tiny_edit").main(str(tmp_path / "edit"), 1, *small, count=32)
+    result = load("tiny_edit").main(str(tmp_path / "edit"), 1, *SMALL, count=32)
     assert result.status == "finished"
     assert 0.6 < result.metrics["eval/reward"] < 1
     assert "shade: 0.804" in capsys.readouterr().out
