@@ -1,3 +1,4 @@
+import copy
 import logging
 import re
 
@@ -7,7 +8,7 @@ from tiny_pipelines import FAMILIES, build_tiny_sd3
 
 from flowcorr.config import ModelConfig
 from flowcorr.models import Guidance, load_family
-from flowcorr.models.cuts import describe_cuts, readers
+from flowcorr.models.cuts import CutReport, describe_cuts, readers
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Prompt
 from tests.prompts import prompts_of
@@ -16,13 +17,18 @@ LENGTH = 40
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def path(request, tmp_path_factory):
-    return str(FAMILIES[request.param].build(tmp_path_factory.mktemp("models") / "model"))
+def loaded(request, tmp_path_factory):
+    path = str(FAMILIES[request.param].build(tmp_path_factory.mktemp("models") / "model"))
+    return load_family(ModelConfig(path=path, max_sequence_length=LENGTH))
 
 
 @pytest.fixture
-def family(path):
-    return load_family(ModelConfig(path=path, max_sequence_length=LENGTH))
+def family(loaded):
+    """The loaded model, with a report and encoders of its own: a test reports prompts, and frees encoders."""
+    family = copy.copy(loaded)
+    family.pipeline = copy.copy(loaded.pipeline)
+    family.cuts = CutReport(family)
+    return family
 
 
 def sign(words, *, filler=0, place=None):

@@ -116,7 +116,7 @@ def test_windows_a_group_and_a_sample(make_run):
     assert (rollout.window.step_indices[:, 1] == rollout.window.step_indices[:, 0] + 1).all()
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     sampling=st.fixed_dictionaries(
         {
