@@ -11,6 +11,7 @@ from flowcorr.cli import main
 from flowcorr.errors import ConfigError
 from flowcorr.instruments.audit.advice import WORDS
 from flowcorr.instruments.audit.dumped import audit_folder
+from flowcorr.instruments.page import show
 from flowcorr.instruments.report import report
 
 
@@ -103,7 +104,7 @@ def test_audit_report_and_watch_give_one_verdict(planted, tmp_path, capsys):
     assert found[cause].sentence == audited.findings[0].sentence
     assert found[cause].remedy == audited.findings[0].remedy
     assert "clip_noise" not in found  # noise is no news beside a fault
-    assert main(["audit", str(folder), "--out", str(tmp_path / "out")]) == 0
+    show(audited)
     first, *others = capsys.readouterr().out.splitlines()
     assert audited.verdict.startswith(first.rstrip())
     assert WORDS[False, "bypass"] not in " ".join(others)
