@@ -87,7 +87,6 @@ def run_config(model, *overrides):
         [
             *tiny_pipelines.overrides(model, (64, 64), "float32", 9),
             "model.max_sequence_length=24",
-            "rollout.prompts_per_step=2",
             "rollout.n=2",
             "sampling.num_inference_steps=6",
             "sampling.sde_window_size=2",
