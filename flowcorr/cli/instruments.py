@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -204,6 +206,21 @@ def _audit_of_recipe(arguments: argparse.Namespace) -> Report:
     return measure(config, num_batches=batches, title=title)
 
 
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Collect no reference cycles in the body, and none at exit.
+
+    Python would look for them among the half a million objects that imports leave: 3 of the 11 CPU seconds of a plan.
+    """
+    atexit.register(gc.freeze)
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@_without_garbage_collection()
 def plan(arguments: argparse.Namespace) -> int:
     """Predict memory and time of a run, without a GPU.
 

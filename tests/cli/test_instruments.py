@@ -1,10 +1,13 @@
 """The commands of the instruments; `flowcorr doctor`, `audit` and `report` have files of their own."""
 
+import gc
 import json
 
 import pytest
 
 from flowcorr.cli import main
+from flowcorr.errors import ConfigError
+from flowcorr.instruments.plan import preflight
 
 
 def test_plan_prints_a_row_a_phase_and_the_answers(capsys):
@@ -35,3 +38,16 @@ def test_plan_prints_json_and_nothing_else(capsys):
 def test_plan_refuses_what_it_cannot_use(capsys, options, message):
     assert main(["plan", "tiny_jpeg_lora", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_plan_collects_no_garbage_while_it_works(monkeypatch):
+    found = []
+
+    def stop(config):
+        found.append(gc.isenabled())
+        raise ConfigError("stop")
+
+    monkeypatch.setattr(preflight, "check_settings", stop)
+    assert main(["plan", "tiny_jpeg_lora"]) == 2
+    assert found == [False]
+    assert gc.isenabled()
