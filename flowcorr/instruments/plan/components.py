@@ -104,7 +104,8 @@ def trace_decoder(config: Config, architecture: Architecture, *, images: int) ->
     plain = replace(config.model, quantization="none", lora=replace(config.model.lora, rank=0))
     sampling = config.sampling
     with Tracer() as tracer:
-        family = build_family(architecture.shallow, plain, tracer, dtype=dtype)
+        family = build_family(architecture.cut(lambda depth: 1), plain, tracer, dtype=dtype)
+        tracer.place(family.pipeline.vae, dtype)
         shape = family.sample_shape(sampling.height, sampling.width, sampling.num_frames)
         images = min(images, decoded_together(math.prod(shape)))
         latents = torch.ones(images, *shape)

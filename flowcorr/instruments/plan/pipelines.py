@@ -174,12 +174,12 @@ def build_family(
     dtype: torch.dtype,
     empty: Callable[[], AbstractContextManager[Any]] = on_meta,
 ) -> ModelFamily:
-    """The family's adapter around a pipeline without values, text encoders and tokenizers.
+    """The family's adapter around a pipeline without values, text encoders and tokenizers; its VAE is not placed.
 
     Args:
         architecture: see `find_architecture`.
         model: the section `model` of the configuration.
-        tracer: places the weights; inside its context.
+        tracer: places the transformer's weights; inside its context.
         dtype: the dtype of the weights.
         empty: modules are built in this context.
 
@@ -204,7 +204,6 @@ def build_family(
         _place_with_adapter(parts["transformer"], tracer, dtype)
     else:
         tracer.place(parts["transformer"], dtype)
-    tracer.place(parts["vae"], dtype)
     with quiet_loaders():
         pipeline = getattr(diffusers, architecture.model_index["_class_name"])(**parts)
     return family(pipeline, dtype=dtype, max_sequence_length=model.max_sequence_length)

@@ -90,6 +90,7 @@ def random_family(
     empty = functools.partial(init_empty_weights, include_buffers=False)
     model = replace(config.model, lora=replace(config.model.lora, rank=0))
     family = build_family(architecture, model, weights, dtype=dtype, empty=empty)
+    weights.place(family.pipeline.vae, dtype)
     family.pipeline.set_progress_bar_config(disable=True)
     return family
 

@@ -9,7 +9,8 @@ from flowcorr.config import load
 from flowcorr.config.schema import LoraConfig
 from flowcorr.correction import OFF
 from flowcorr.instruments.plan.pipelines import find_architecture
-from flowcorr.instruments.plan.training import trace_training
+from flowcorr.instruments.plan.tracing import Tracer
+from flowcorr.instruments.plan.training import load_actor, one_optimizer_step, trace_training
 from tests.instruments.plan.allocation import allocated
 
 SMALL = {"actor": {"micro_batch_size": 4, "mini_batches": 1}, "rollout": {"prompts_per_step": 2, "n": 4}}
@@ -132,6 +133,13 @@ def test_moments_in_8_bits_take_what_bitsandbytes_allocates(make_config, make_ru
         if isinstance(value, torch.Tensor) and key not in shared
     )
     assert training.moments_8bit == held < 0.3 * training.moments
+
+
+def test_an_actor_is_traced_without_the_weights_of_the_decoder(make_config):
+    with Tracer() as tracer:
+        family, _ = load_actor(one_optimizer_step(make_config()), find_architecture("tiny_ocr"), tracer)
+    assert all(weight.is_meta for weight in family.pipeline.vae.parameters())
+    assert not any(weight.is_meta for weight in family.transformer.parameters())
 
 
 def no_adapter():
