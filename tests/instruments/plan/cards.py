@@ -10,7 +10,7 @@ from flowcorr.config import load, recipe_names
 from flowcorr.instruments.plan.answers import Memory, Plan, duration
 from flowcorr.instruments.plan.devices import GPUS, Gpu
 from flowcorr.instruments.plan.estimate import FP8, OFFLOAD, SLEEP, plan_of
-from flowcorr.instruments.plan.traces import trace
+from flowcorr.instruments.plan.traces import Traces, trace
 
 RECIPES = tuple(name for name in recipe_names() if not name.startswith("tiny_"))
 CARDS = tuple(
@@ -65,12 +65,17 @@ def smallest(found: tuple[Gpu, str] | None) -> str:
 
 
 @cache
+def traced(recipe: str) -> Traces:
+    """The recipe's trace on its ranks."""
+    return trace(load(recipe), RANKS.get(recipe, 1))
+
+
+@cache
 def row(recipe: str) -> str:
     """A recipe's row: memory in GB of trainer, engine and both on one GPU, then a cell for each card."""
     config = load(recipe)
     ranks = RANKS.get(recipe, 1)
-    traces = trace(config, ranks)
-    plans = [plan_of(traces, config, gpu=gpu, ranks=ranks, title=recipe) for gpu in CARDS]
+    plans = [plan_of(traced(recipe), config, gpu=gpu, ranks=ranks, title=recipe) for gpu in CARDS]
     memory = plans[0].memory
     sizes = "".join(f" {size / 1e9:.0f} |" for size in (memory.trainer, memory.engine, alone(memory)))
     trainer = smallest(plans[0].smallest_for_trainer())

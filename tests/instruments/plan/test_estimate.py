@@ -6,7 +6,8 @@ from flowcorr.config import ModelConfig, load
 from flowcorr.errors import ConfigError
 from flowcorr.instruments.plan.answers import MARGIN
 from flowcorr.instruments.plan.devices import GPUS
-from flowcorr.instruments.plan.estimate import IN_8_BITS, OFFLOAD, make_plan, other_changes
+from flowcorr.instruments.plan.estimate import IN_8_BITS, OFFLOAD, make_plan, other_changes, plan_of
+from flowcorr.instruments.plan.traces import trace
 from flowcorr.models import load_family
 
 H100 = GPUS["h100-80gb"]
@@ -14,6 +15,13 @@ H100 = GPUS["h100-80gb"]
 
 def plan(*overrides, gpu=H100, ranks=1, recipe="tiny_jpeg_lora"):
     return make_plan(load(recipe, overrides), gpu=gpu, ranks=ranks, title=recipe)
+
+
+def plans_on(gpus, *overrides, ranks=1):
+    """A plan on each GPU, of one trace."""
+    config = load("tiny_jpeg_lora", overrides)
+    traces = trace(config, ranks)
+    return [plan_of(traces, config, gpu=gpu, ranks=ranks) for gpu in gpus]
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +54,11 @@ def test_bypass_mode_has_no_recompute_pass(tiny):
 
 def test_the_largest_micro_batch_is_the_largest_that_fits(tiny):
     memory = tiny.memory
-    for size in (1, 7, 20):
-        needed = memory.update_fixed + size * memory.update_a_sample
-        small = plan(
-            "actor.micro_batch_size=32",
-            "actor.fold_steps=true",
-            gpu=replace(H100, memory=1.01 * needed * MARGIN),
-        )
+    sizes = (1, 7, 20)
+    needed = [memory.update_fixed + size * memory.update_a_sample for size in sizes]
+    gpus = [replace(H100, memory=1.01 * size * MARGIN) for size in needed]
+    plans = plans_on(gpus, "actor.micro_batch_size=32", "actor.fold_steps=true")
+    for size, small in zip(sizes, plans, strict=True):
         assert small.largest_micro_batch == pytest.approx(size, abs=1)
 
 
@@ -76,11 +82,9 @@ def test_sampling_ahead_overlaps_with_training():
 
 
 def test_faster_links_shorten_what_ranks_exchange():
+    gpus = [replace(H100, link=1e6), H100]
     for overrides in ((), ("model.lora.rank=0", "actor.fsdp=true")):
-        slow, fast = (
-            plan(*overrides, gpu=replace(H100, link=link), ranks=8).seconds("update")
-            for link in (1e6, H100.link)
-        )
+        slow, fast = (made.seconds("update") for made in plans_on(gpus, *overrides, ranks=8))
         assert slow > 2 * fast
 
 
