@@ -105,10 +105,9 @@ def noise_of_rows(
     num_rows: int,
     *,
     floor: float | Tensor,
-    group: Group = None,
 ) -> Noise:
     """Centre and spread of each row, unknown where it has fewer than 8 terms; arguments as in `outlier_band`."""
-    found = list(_rows(values, valid, rows, num_rows, group))
+    found = list(_rows(values, valid, rows, num_rows, None))
     known = torch.stack([row.count >= MIN_TERMS for row in found])
     centre = torch.stack([row.median for row in found])
     spread = torch.stack([row.deviation for row in found]) + floor

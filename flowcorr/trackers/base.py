@@ -47,14 +47,16 @@ class Tracker(Protocol):
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Write to `path`, a file or a folder of a run.
+    """Write to `path`, a file or a folder of a run; the folder that holds it is made.
 
     Raises:
         BackendError: it cannot be written to, such as when the disk is full.
     """
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
         raise BackendError(
-            f"{path} cannot be written ({error.strerror or error}); free space or choose another folder"
+            f"{path} cannot be written ({error.strerror or error}); make room and continue with --resume, or choose "
+            "another folder"
         ) from error

@@ -115,7 +115,9 @@ def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> 
             f"the rollout engine returned samples of the groups {rollout.group_ids.tolist()} where it was asked for "
             f"{owners}: Rollout.group_ids has to come group by group, in the order of `groups`"
         )
-    rollout = replace(rollout, members=torch.arange(len(owners)) % count).validate().to(run.actor.device)
+    rollout = replace(rollout, members=torch.arange(len(owners)) % count).validate()
+    images = rollout.decoded.cpu().numpy()
+    rollout = replace(rollout, images=None).to(run.actor.device)
     broken = _find_broken(run, rollout)
     whole = [place for place in range(len(owners)) if place not in broken]
     if whole:
@@ -123,9 +125,9 @@ def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> 
     stale, age_metrics = _find_stale(run, rollout)
     fresh = whole_groups(rollout.group_ids, stale)
     return Samples(
-        rollout=replace(rollout, images=None).only(fresh),
+        rollout=rollout.only(fresh),
         fresh=fresh.cpu().numpy(),
-        images=rollout.decoded.cpu().numpy(),
+        images=images,
         prompts=prompts,
         group_ids=rollout.group_ids.cpu().numpy(),
         broken=broken,

@@ -27,6 +27,7 @@ from flowcorr.rollout.broken import find_broken
 from flowcorr.trainer import checkpoint, run_folder
 from flowcorr.trainer.checkpoint import TrainingState
 from flowcorr.trainer.image_statistics import image_statistics
+from flowcorr.trainer.images import MAX_PICTURES
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.run_config import imported_by_eval, read_config
 from flowcorr.trainer.served import ServedBase
@@ -42,10 +43,10 @@ _FAILED = "failed_samples"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Evaluation:
-    """One evaluation: `metrics` named `eval/...`, `images` of `B` prompts and their `scores` `[B]`.
+    """One evaluation: `metrics` named `eval/...`, the `scores` `[B]` of `B` prompts, and `images` of the first of them.
 
-    A score is NaN where a reward failed. Every rank has all scores. The main rank has all images, another rank only its
-    own.
+    A score is NaN where a reward failed. Every rank has all scores. The main rank has `MAX_PICTURES` images, or as many
+    as there are, another rank those of its own among them.
     """
 
     metrics: dict[str, float]
@@ -102,6 +103,8 @@ def _evaluate(run: TrainingRun, prompts: Sequence[Prompt], transformer: Any) -> 
             broken = {place: f"held-out image {own[place]}: {why}" for place, why in broken.items()}
             own_scores = _score(run, reward, images, own_prompts, broken)
     by_rank = [scores for scores in distributed.gather(own_scores, "the scores of an evaluation") if scores]
+    # All pixels of a held-out set of videos would fill the main rank's memory.
+    images = images[: sum(index < MAX_PICTURES for index in own)]
     gathered = distributed.gather_on_main(images, "the images of an evaluation")
     names = dict.fromkeys(name for scores in by_rank for name in scores)
     scores = {name: np.concatenate([part[name] for part in by_rank if name in part]) for name in names}

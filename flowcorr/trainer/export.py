@@ -15,6 +15,7 @@ from flowcorr.errors import BackendError, ConfigError
 from flowcorr.models import FAMILIES, load_family, pipeline_class_of
 from flowcorr.models.adapter_files import DIFFUSERS_FILE, PEFT_CONFIG, PEFT_FILE
 from flowcorr.private import redact
+from flowcorr.trackers import IMAGES_FOLDER
 from flowcorr.trainer import run_folder
 from flowcorr.trainer.evaluate import choose_checkpoint
 from flowcorr.trainer.model_card import model_card
@@ -71,7 +72,7 @@ def export_run(
             raise ConfigError(f"{folder} holds files; delete it, or choose another folder with --out")
         folder.mkdir(parents=True, exist_ok=True)
         _copy_weights(checkpoint, folder, whole=not config.model.lora.rank)
-        pictures = _copy_pictures(run_dir / run_folder.IMAGES, folder)
+        pictures = _copy_pictures(run_dir / IMAGES_FOLDER, folder)
         if merge:
             _merge(config, checkpoint, folder / TRANSFORMER)
         recipe = yaml_text.dump(without_interpolation(redact(dict(run.values))))
@@ -115,9 +116,9 @@ def _copy_pictures(images: Path, folder: Path) -> list[str]:
     """Copy the images and films of evaluations; those of training steps are many."""
     found = sorted(path for path in images.glob("*") if path.name.startswith(_PICTURES))
     for path in found:
-        (folder / run_folder.IMAGES).mkdir(exist_ok=True)
-        shutil.copyfile(path, folder / run_folder.IMAGES / path.name)
-    return [f"{run_folder.IMAGES}/{path.name}" for path in found]
+        (folder / IMAGES_FOLDER).mkdir(exist_ok=True)
+        shutil.copyfile(path, folder / IMAGES_FOLDER / path.name)
+    return [f"{IMAGES_FOLDER}/{path.name}" for path in found]
 
 
 def _merge(config: Config, checkpoint: Path, folder: Path) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from flowcorr.errors import BackendError
 from flowcorr.records import ImageArray, Prompt
 from flowcorr.rewards.references import references_of
+from flowcorr.trackers.base import writing
 
 MIN_WIDTH, MAX_WIDTH, MAX_PICTURES = 128, 256, 48
 _CAPTION_HEIGHT, _GAP = 18, 4
@@ -63,22 +62,6 @@ def save_image(picture: Image.Image, path: Path) -> None:
     """
     with writing(path):
         picture.save(path)
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Make the folder of `path`, which is written inside this context.
-
-    Raises:
-        BackendError: the folder cannot be written to, such as when the disk is full.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise BackendError(
-            f"{path} cannot be written ({error.strerror or error}); make room, then continue with --resume"
-        ) from error
 
 
 def before_after(folder: Path) -> None:

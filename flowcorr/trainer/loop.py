@@ -20,7 +20,7 @@ from flowcorr.config.schema import Config
 from flowcorr.correction.bounds import idle_modes
 from flowcorr.errors import BackendError
 from flowcorr.processes import clear_shared_memory
-from flowcorr.trackers import Tracker, build_trackers
+from flowcorr.trackers import IMAGES_FOLDER, Tracker, build_trackers
 from flowcorr.trainer import checkpoint, out_of_memory, run_folder, state
 from flowcorr.trainer.best import Best, best_checkpoint, best_so_far
 from flowcorr.trainer.checkpoint import TrainingState
@@ -296,7 +296,7 @@ class _Loop:
         self.best = best_so_far(self.best, self.config.trainer.best_metric, self.step, metrics)
         if distributed.is_main():
             name = "before" if self.step == 0 else "after"
-            path = self.out_dir / run_folder.IMAGES / f"eval_{name}"
+            path = self.out_dir / IMAGES_FOLDER / f"eval_{name}"
             shown = evaluation.images, self.data.heldout, evaluation.scores
             save_samples(*shown, path)
             log_videos(self.trackers, "eval/videos", *shown, self.step)
@@ -319,7 +319,7 @@ class _Loop:
         for tracker in self.trackers:
             tracker.log_images({"rollout": [grid]}, self.step)
         if result.images.ndim == 5:
-            save_film(*shown, self.out_dir / run_folder.IMAGES / f"rollout_{self.step:06d}")
+            save_film(*shown, self.out_dir / IMAGES_FOLDER / f"rollout_{self.step:06d}")
         log_videos(self.trackers, "rollout/videos", *shown, self.step)
 
     # Checkpoints -----------------------------------------------------------------------------------------
@@ -422,7 +422,7 @@ class _Loop:
     def _finished(self) -> RunResult:
         metrics = self.evaluated or self._evaluate()
         if distributed.is_main():
-            before_after(self.out_dir / run_folder.IMAGES)
+            before_after(self.out_dir / IMAGES_FOLDER)
         result = RunResult(status="finished", step=self.step, out_dir=self.out_dir, metrics=metrics)
         return self._end(result)
 

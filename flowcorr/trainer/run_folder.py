@@ -25,7 +25,7 @@ from flowcorr.trainer.run_config import CONFIG_FILE, read_config
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINTS, FAILURE_FILE, IMAGES = "checkpoints", "failure.txt", "images"
+CHECKPOINTS, FAILURE_FILE = "checkpoints", "failure.txt"
 _FAILURES = "failure_rank{}.txt"
 _LOCK = ".lock"
 _LOGS = (".log", ".out", ".err")  # what a launcher may write there first

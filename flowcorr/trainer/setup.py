@@ -125,6 +125,8 @@ def build_run(config: Config, *, on_event: OnEvent = ignore_event) -> tuple[Trai
             check_installed(config)
             _check_worker_gpus(config)
             _check_best_metric(config)
+            if config.trainer.device.startswith("cuda:"):  # rewards put their models on the current GPU
+                torch.cuda.set_device(distributed.local_device(config.trainer.device))
             prompts = load_prompts(config.data)
             check_prompts(config.reward, prompts.train, prompts.heldout)
             gold = _build_gold(config)

@@ -12,7 +12,8 @@ from PIL import Image
 
 from flowcorr.records import ImageArray, Prompt
 from flowcorr.trackers import Tracker
-from flowcorr.trainer.images import image_grid, labelled, save_image, writing
+from flowcorr.trackers.base import writing
+from flowcorr.trainer.images import image_grid, labelled, save_image
 
 MAX_VIDEOS = 8
 MAX_GIF_VIDEOS = 4  # a GIF is ten times as large as an MP4

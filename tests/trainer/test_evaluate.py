@@ -154,6 +154,12 @@ def test_evaluate_run_finds_best_last_and_a_folder(finished):
     )
 
 
+def test_an_evaluation_keeps_the_images_that_are_shown(finished, monkeypatch):
+    monkeypatch.setattr("flowcorr.trainer.evaluate.MAX_PICTURES", 3)
+    found = trainer.evaluate_run(finished)[1]
+    assert (len(found.images), len(found.scores)) == (3, 4)
+
+
 def test_an_evaluation_may_have_its_own_size(finished):
     size = ("trainer.eval_height=16", "trainer.eval_width=48")
     assert trainer.evaluate_run(finished, overrides=size)[1].images.shape == (4, 16, 48, 3)

@@ -60,6 +60,22 @@ def test_workers_of_vllm_omni_without_a_gpu_are_refused_at_once(with_gpus, optio
         build_run(config.load("tiny_jpeg_lora", [*overrides, "rollout.worker_resources={num_gpus: 1}"]))
 
 
+def test_rewards_are_built_where_the_trainer_computes(monkeypatch):
+    """One GPU that `trainer.device` names is the current one before the rewards, whose device is `auto`, are built."""
+    chosen = []
+
+    def build(config, on_event):
+        raise ConfigError("built")
+
+    monkeypatch.setattr(setup.distributed, "local_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(setup, "_build_reward", build)
+    for device in ("cuda:7", "cuda", "cpu"):
+        with pytest.raises(ConfigError, match="built"):
+            setup.build_run(small_config(f"trainer.device={device}"))
+    assert chosen == [torch.device("cuda:7")]
+
+
 def test_a_reward_model_that_would_run_on_a_cpu_warns(with_gpus):
     overrides = ["reward.placement=ray", "reward.terms=[{name: pickscore}]"]
     with pytest.warns(UserWarning, match="leaves pickscore on a CPU"), pytest.raises(BackendError):

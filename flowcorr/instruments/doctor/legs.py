@@ -28,7 +28,6 @@ from flowcorr.sde.log_prob import HALF_LOG_TWO_PI
 from flowcorr.sde.transition import mean_over_elements
 
 LegName = Literal["before", "log_probs", "between", "after"]
-LEGS: tuple[LegName, ...] = ("before", "log_probs", "between", "after")
 
 _ULP = 2.0**-23  # of float32
 _BEYOND = 1e9  # limits, of values that are not finite

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowcorr.instruments.doctor.legs import CONVENTIONS, LEGS, MEAN, Legs
+from flowcorr.instruments.doctor.legs import CONVENTIONS, MEAN, Legs
+
+LEGS = ("before", "log_probs", "between", "after")
 
 
 def test_a_clean_replay_stays_far_below_its_limits(stack_of):
