@@ -32,7 +32,7 @@ _SHARED = 2.0
 # `D var / 2` beside the mean, as in `audit.dumped.estimated_kl`: 1 for two densities whose means differ, .25 or more
 # where their stds do, `2 s^2` for log-probs in units of `2 s^2` nats.
 _TOO_EVEN = 1e-3
-_FEWEST = 8  # samples of a step that tell whether they share a shift
+_FEWEST = 8  # samples of a step that tell whether they share a gap
 _FEW = 0.25  # of the samples; more are no exceptions
 _OWN = 0.9  # of the moved ones have a counterpart each; chance gives one counterpart to several
 # Between these and the others; a gap whose size varies among samples, however much, leaves no such void.
@@ -44,8 +44,7 @@ _SIDES = {"the engine's": "rollout_log_prob", "the trainer's": "old_log_prob"}
 
 def broken(gap: Terms) -> Tensor:
     """`[B, T]` bool: terms that are judged and have no finite log-prob."""
-    bad = ~delta(gap).isfinite()
-    return bad if gap.keep is None else bad & gap.keep
+    return ~delta(gap).isfinite() & _judged(gap)
 
 
 def delta(gap: Terms) -> Tensor:
@@ -56,10 +55,12 @@ def delta(gap: Terms) -> Tensor:
 
 def trained_columns(gaps: Sequence[Terms]) -> Tensor:
     """`[T]` bool: steps of the window of which any training step judges a term."""
-    judged = [
-        torch.ones_like(gap.old_log_prob, dtype=torch.bool) if gap.keep is None else gap.keep for gap in gaps
-    ]
-    return torch.cat(judged).any(0)
+    return torch.cat([_judged(gap) for gap in gaps]).any(0)
+
+
+def _judged(gap: Terms) -> Tensor:
+    """`[B, T]` bool: terms that are not left out, finite or not."""
+    return torch.ones_like(gap.old_log_prob, dtype=torch.bool) if gap.keep is None else gap.keep
 
 
 def diagnose(gaps: Mapping[int, Terms], ages: Mapping[int, Tensor] | None = None) -> list[Finding]:
@@ -96,7 +97,7 @@ def _non_finite(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
         "schedule",
         numbers={
             "samples": sum(int(where.any(1).sum()) for where in hit.values()),
-            "of": sum(map(len, bad.values())),
+            "of": sum(int(_judged(gap).any(1).sum()) for gap in gaps.values()),
             "since training step": next(iter(hit)),
             "training steps": len(hit),
         },
@@ -178,6 +179,7 @@ def _moved(gap: Terms, axis: int, rounding: float) -> Tensor:
 def _one_step(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
     """The gap lies in one step of the schedule alone, nearly the same in all samples."""
     by_step, rounding = _by_step(gaps), _rounding_of(gaps)
+    by_step = {index: values for index, values in by_step.items() if len(values) >= _FEWEST}
     sizes = {index: float(found.abs().median()) for index, found in by_step.items()}
     if len(sizes) < 2:
         return None
@@ -240,14 +242,16 @@ def _shared_shift(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
 def _few_samples(gaps: Mapping[int, Terms], ages: Ages) -> Finding | None:
     """The gap of a few samples is far from that of the others; rounding affects all samples alike.
 
-    Those of older weights are not looked at.
+    Those of older weights are not looked at, nor those without a finite difference.
     """
     if not next(iter(gaps.values())).rollout_log_prob.shape[1]:
         return None
     found: dict[int, Tensor] = {}
     for step, gap in gaps.items():
-        largest = delta(gap).abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
-        found[step] = largest[ages[step] <= 0] if step in ages else largest
+        differences = delta(gap).abs()
+        known = differences.isfinite()
+        judged = known.any(1) if step not in ages else known.any(1) & (ages[step] <= 0)
+        found[step] = differences.where(known, 0.0).amax(1)[judged]
     every = torch.cat(list(found.values()))
     if len(every) < 2 * _FEWEST:
         return None

@@ -200,6 +200,14 @@ def test_another_std_leaves_the_trace_of_a_density(k):
     assert diagnose(steps) == []
 
 
+@pytest.mark.parametrize(("num_judged", "expected"), [(7, []), (8, ["one_step"])])
+def test_few_judged_samples_tell_of_no_step_that_it_has_a_gap_alone(num_judged, expected):
+    """A sample's gap may be near 0 at the other steps by chance."""
+    (one,) = clean((1e-6, 1e-6, 0.3, 1e-6), steps=1)
+    keep = (torch.arange(B) < num_judged)[:, None].expand(B, T)
+    assert causes([replace(one, keep=keep)]) == expected
+
+
 def test_few_samples_shared_by_a_step_tell_nothing():
     steps = [replace(one, num_elements=D) for one in clean(steps=1)]
     steps[0].log_probs.add_(torch.tensor([-0.4, 0.0, 0.3, 0.0]))
@@ -218,6 +226,23 @@ def test_a_gap_of_a_few_samples_is_theirs_alone(r):
     (found,) = diagnose(steps)
     assert found.cause == "few_samples"
     assert [found.numbers[name] for name in ("samples", "of", "since training step")] == [4, 96, 2]
+
+
+def judged_in_part():
+    """A bypass run with 4 mini-batches: only the first is scored before an update, and so judged."""
+    keep = (torch.arange(B) < B // 4)[:, None].expand(B, T)
+    return [replace(one, keep=keep) for one in clean()]
+
+
+def test_samples_that_are_not_judged_are_not_the_others_that_lack_a_gap():
+    assert diagnose(judged_in_part()) == []
+
+
+def test_the_count_of_samples_is_of_those_that_are_judged():
+    steps = judged_in_part()
+    steps[0].log_probs[[1, 20]] = math.nan
+    (found,) = diagnose(steps)
+    assert (found.numbers["samples"], found.numbers["of"]) == (1, 3 * B // 4)
 
 
 def test_samples_of_older_weights_are_no_fault():
