@@ -109,6 +109,37 @@ def test_noise_as_large_as_the_log_probs_spread_is_no_other_order(num_samples, w
     assert "other_order" not in causes(steps)
 
 
+def of_one_step(r, num_samples, *, seed=0):
+    """Training steps of one SDE step each, whose log-probs spread as those of `D` normal numbers do."""
+    draw = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(20):
+        noise, rounding = torch.randn(2, num_samples, 1, generator=draw, dtype=torch.float64)
+        rollout = 2 + noise / math.sqrt(2 * D)
+        found.append(
+            Step(
+                log_probs=rollout - r**2 / 2 + r / math.sqrt(D) * rounding,
+                rollout_log_probs=rollout,
+                step_indices=torch.zeros(num_samples, 1, dtype=torch.long),
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize(("r", "num_samples"), [(0.1, 3), (0.3, 16), (0.3, 32), (0.1, 96)])
+@pytest.mark.parametrize("seed", range(5))
+def test_single_numbers_near_those_of_others_are_no_other_order(r, num_samples, seed):
+    assert "other_order" not in causes(of_one_step(r, num_samples, seed=seed))
+
+
+@pytest.mark.parametrize("num_samples", [16, 96])
+def test_another_order_of_windows_of_one_step_is_told(num_samples):
+    steps = of_one_step(1e-3, num_samples)
+    steps[3] = replace(steps[3], log_probs=steps[3].log_probs.roll(4, 0))
+    found = diagnose(steps)[0]
+    assert (found.cause, found.numbers["since training step"]) == ("other_order", 4)
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(
     "r",
