@@ -238,8 +238,9 @@ def _changes(before: Mapping[str, float], after: Mapping[str, float]) -> str:
 
 
 def _means(scores: Mapping[str, float]) -> list[str]:
-    """The names of mean scores, without spreads and statistics of images."""
-    return [name for name in scores if _STATISTICS not in name and not name.endswith("_std")]
+    """The names of mean scores, without spreads, counts and statistics of images."""
+    others = ("_std", "/scored_images")
+    return [name for name in scores if _STATISTICS not in name and not name.endswith(others)]
 
 
 def _duration(seconds: float) -> str:

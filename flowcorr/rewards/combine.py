@@ -43,7 +43,7 @@ GOLD = "gold/"
 IMAGE_STATISTICS = ("dark", "saturated", "contrast", "sharpness", "bits_per_pixel", "motion", "diversity")
 BUILT_IN_METRICS = frozenset(
     {
-        *("reward", "reward_std"),  # eval/
+        *("reward", "reward_std", "scored_images"),  # eval/
         *("mean", "std", "min", "max", "failed_samples", "zero_std_group_fraction"),  # reward/
         *(f"image/{name}" for name in IMAGE_STATISTICS),
     }

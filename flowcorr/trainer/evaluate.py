@@ -159,6 +159,7 @@ def _metrics(run: TrainingRun, scores: Mapping[str, np.ndarray]) -> dict[str, fl
             )
     metrics = {f"eval/{name}": float(values.mean()) for name, values in finite.items() if len(values)}
     metrics["eval/reward_std"] = float(finite["reward"].std(ddof=1)) if len(finite["reward"]) > 1 else 0.0
+    metrics["eval/scored_images"] = float(len(finite["reward"]))
     if run.config.reward.on_error == "drop_group":
         metrics[f"eval/{_FAILED}"] = float(num_failed)
     return metrics

@@ -16,7 +16,7 @@ from flowcorr.models import EMBEDDED, FAMILIES, ModelFamily
 from flowcorr.trainer.run_config import RunConfig
 
 _ON_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-_NO_SCORES = ("/reward_std", "/failed_samples")
+_NO_SCORES = ("/reward_std", "/scored_images", "/failed_samples")
 
 
 def model_card(

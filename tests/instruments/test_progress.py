@@ -17,8 +17,8 @@ from flowcorr.instruments.progress import TerminalObserver
 from flowcorr.instruments.report.learning import CONSTANT
 from flowcorr.trainer import RunResult
 
-BEFORE = {"eval/reward": 0.5, "eval/exact_match": 0.4, "eval/reward_std": 0.1}
-AFTER = {"eval/reward": 0.9, "eval/exact_match": 0.8, "eval/reward_std": 0.1}
+BEFORE = {"eval/reward": 0.5, "eval/exact_match": 0.4, "eval/reward_std": 0.1, "eval/scored_images": 64.0}
+AFTER = {"eval/reward": 0.9, "eval/exact_match": 0.8, "eval/reward_std": 0.1, "eval/scored_images": 64.0}
 
 
 @pytest.fixture(params=[False, True], ids=["pipe", "terminal"])

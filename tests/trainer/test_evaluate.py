@@ -104,6 +104,7 @@ def test_images_that_the_reward_cannot_score_are_left_out_of_the_means(picky, tm
     trainer.train(picky(["pig"]), tmp_path / "run")
     for record in records(tmp_path / "run"):
         assert (record["eval/reward"], record["eval/reward_std"], record["eval/failed_samples"]) == (3, 0, 1)
+        assert record["eval/scored_images"] == 1
     evaluation = trainer.evaluate_run(tmp_path / "run")[1]
     assert np.isnan(evaluation.scores).tolist() == [False, True]  # grey, pig
     assert np.isfinite(list(evaluation.metrics.values())).all()

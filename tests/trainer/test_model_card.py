@@ -16,6 +16,7 @@ RECORDS = [
         "eval/pickscore": 20.5,
         "eval/hue_std": 0.75,
         "eval/reward_std": 0.1,
+        "eval/scored_images": 63,
         "eval/failed_samples": 1,
         "eval/image/dark": 0.5,
     },

@@ -136,6 +136,7 @@ RUN = (
         "eval/",
         row("reward", "Mean reward on held-out prompts, ODE sampler, fixed noise.", "of the reward"),
         row("reward_std", "Standard deviation of that reward over held-out prompts.", "of the reward"),
+        row("scored_images", "Held-out images that have a reward, over which its mean is taken.", "images"),
         row(
             "failed_samples",
             "`reward.on_error: drop_group`: held-out images that are not finite, or on which a reward failed; left "

@@ -138,7 +138,7 @@ def _learning_metrics(groups: Sequence[Group], *, of_images: bool) -> tuple[tupl
         for name in record
         if name.startswith(prefix)
     )
-    skipped = ("_std", "/std", "/min", "/max", "/failed_samples")
+    skipped = ("_std", "/std", "/min", "/max", "/scored_images", "/failed_samples")
     return tuple(
         (name, *_in_words(name))
         for name in logged

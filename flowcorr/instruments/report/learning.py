@@ -13,7 +13,7 @@ Change = Literal["rose", "fell", "did not move", "unknown"]
 # Standard errors beyond which a change is no chance. The errors are taken as independent although both evaluations use
 # the same prompts and noise, so that a change that is called one is more certain than that.
 _ERRORS = 2.0
-_SCORE, _SPREAD, _FAILED = "eval/reward", "eval/reward_std", "eval/failed_samples"
+_SCORE, _SPREAD, _SCORED = "eval/reward", "eval/reward_std", "eval/scored_images"
 _REWARD, _REWARD_SPREAD = "reward/mean", "reward/std"
 CONSTANT = "the reward was the same number for all images, so nothing can be learned from it"
 
@@ -47,11 +47,10 @@ def _judged(run: Run) -> tuple[Change, str, dict[str, Any]]:
     first, last = scores[0], scores[-1]
     before, after = float(first[_SCORE]), float(last[_SCORE])
     numbers = {"from": before, "to": after, "at steps": [first["step"], last["step"]]}
-    heldout = None if run.config is None else run.config.data.num_heldout
-    found = [_standard_error(record, heldout) for record in (first, last)]
+    found = [_standard_error(record) for record in (first, last)]
     errors = [error for error in found if error is not None]
     if len(errors) < 2:
-        return "unknown", "the standard error of the held-out reward was not logged", numbers
+        return "unknown", "the spread or the number of the held-out scores was not logged", numbers
     error = math.hypot(*errors)
     numbers["standard error"] = error
     change: Change = "did not move"
@@ -63,11 +62,11 @@ def _judged(run: Run) -> tuple[Change, str, dict[str, Any]]:
     return change, f"the held-out reward {change}", numbers
 
 
-def _standard_error(record: Mapping[str, Any], num_heldout: int | None) -> float | None:
-    """The standard error of an evaluation's mean score; None where its spread was not logged."""
-    if num_heldout is None or record.get(_SPREAD) is None:
+def _standard_error(record: Mapping[str, Any]) -> float | None:
+    """The standard error of an evaluation's mean score; None where its spread or its images were not logged."""
+    if record.get(_SPREAD) is None or not record.get(_SCORED):
         return None
-    return float(record[_SPREAD]) / math.sqrt(num_heldout - (record.get(_FAILED) or 0))
+    return float(record[_SPREAD]) / math.sqrt(record[_SCORED])
 
 
 def _without_scores(run: Run) -> tuple[Change, str, dict[str, Any]]:
