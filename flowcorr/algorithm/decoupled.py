@@ -8,7 +8,8 @@ from flowcorr.algorithm.apply import correct
 from flowcorr.algorithm.terms import batch_terms
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import RolloutCorrectionConfig
-from flowcorr.errors import BatchError
+from flowcorr.correction.bounds import SECTION
+from flowcorr.errors import BatchError, ConfigError
 from flowcorr.metrics import Metrics
 from flowcorr.records import ActorBatch
 
@@ -33,8 +34,14 @@ def apply_rollout_correction_to_diffusion_batch(
         `rollout_corr/*` metrics; those of rejection are from before groups are dropped.
 
     Raises:
+        ConfigError: the correction is of bypass mode, in which the loss applies it.
         BatchError: `old_log_probs` are missing, or shapes differ.
     """
+    if config.mode == "bypass":
+        raise ConfigError(
+            f"{SECTION}.bypass_mode=true is a correction that the loss applies, and here weights would count twice; "
+            "call apply_bypass_mode_to_diffusion_batch, or set bypass_mode: false"
+        )
     if batch.old_log_probs is None:
         raise BatchError(
             "batch.old_log_probs is None; recompute them with the actor before the correction, "

@@ -10,7 +10,7 @@ from flowcorr.algorithm import (
     apply_rollout_correction_to_diffusion_batch,
 )
 from flowcorr.correction import OFF, RolloutCorrectionConfig
-from flowcorr.errors import BatchError
+from flowcorr.errors import BatchError, ConfigError
 from tests.algorithm.batches import make_batch
 
 
@@ -80,6 +80,12 @@ def test_missing_old_log_probs_are_an_error():
     batch = replace(make_batch([[0.0, 0.0]]), old_log_probs=None)
     with pytest.raises(BatchError, match=r"batch\.old_log_probs is None; recompute.*bypass_mode: true"):
         apply_rollout_correction_to_diffusion_batch(batch, RolloutCorrectionConfig())
+
+
+def test_a_correction_that_the_loss_applies_is_refused():
+    config = RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce", rollout_is="token")
+    with pytest.raises(ConfigError, match=r"rollout_correction\.bypass_mode=true .*apply_bypass_mode_to"):
+        apply_rollout_correction_to_diffusion_batch(make_batch([[0.0, 0.1]]), config)
 
 
 def test_old_log_probs_of_another_shape_are_an_error():
