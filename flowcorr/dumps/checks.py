@@ -106,10 +106,8 @@ def _problem_of_levels(tensors: Mapping[str, Tensor]) -> str:
 
 
 def problem_of_log_probs(rollout: Tensor, old: Tensor, *, bypass: bool) -> str:
-    """The problem of `[B, T]` rollout and old log-probs, unusable or of another mode; empty if there is none."""
+    """The problem of `[B, T]` rollout and old log-probs, that they are of another mode; empty if there is none."""
     finite = rollout.isfinite() & old.isfinite()
-    if not finite.any():
-        return "no term has a finite rollout_log_prob and a finite old_log_prob"
     if bypass and not torch.equal(rollout[finite].float(), old[finite].float()):
         return "mode='bypass' says that old_log_probs are the rollout's, and they differ"
     return ""

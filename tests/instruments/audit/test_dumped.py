@@ -7,6 +7,7 @@ import pytest
 import torch
 from instruments.foreign_dumps import D, draw_steps
 
+import flowcorr
 from flowcorr.cli import main
 from flowcorr.errors import ConfigError
 from flowcorr.instruments.audit.advice import WORDS
@@ -48,6 +49,22 @@ def test_samples_that_are_not_finite_are_left_out(tmp_path):
     report = audit_folder(draw_steps(tmp_path, steps=2, rollout_log_probs=rollout))
     assert report.fact("num_samples") == 62
     assert [report.findings[0].numbers[name] for name in ("samples", "of")] == [2, 64]
+
+
+def test_a_step_of_weights_that_diverged_is_audited(tmp_path):
+    folder = draw_steps(tmp_path)
+    flowcorr.dump(
+        folder,
+        4,
+        rollout_log_probs=torch.zeros(32, 2),
+        old_log_probs=torch.full((32, 2), math.nan),
+        advantages=torch.zeros(32),
+        step_indices=[1, 3],
+        num_elements=D,
+    )
+    first = audit_folder(folder).findings[0]
+    assert first.cause == "non_finite"
+    assert [first.numbers[name] for name in ("samples", "of", "since training step")] == [32, 128, 4]
 
 
 def column(values):
