@@ -79,21 +79,21 @@ def test_any_trainer_can_write_one(tmp_path):
         advantages=np.array([[1.0, 1.0], [-1.0, -1.0]]),
         rewards=[[0.5, 0.5], [math.nan, math.nan]],
         group_ids=np.array(["x", "a"], dtype=object),
-        step_indices=[4, 6],
+        step_indices=[0, 2],
         sigmas=torch.tensor([0.9, 0.8], requires_grad=True),
         num_elements=64,
-        clip_ratio=[1e-4, 2e-4],
+        clip_ratio=[1e-4, 2e-4, 3e-4],
     )
     found = dumps.load(path)
     assert found.group_ids.tolist() == [1, 0]
     assert found.advantages.tolist() == [1, -1]
     assert found.rewards[0] == 0.5
     assert found.rewards[1].isnan()
-    assert found.step_indices.tolist() == [[4, 6], [4, 6]]
+    assert found.step_indices.tolist() == [[0, 2], [0, 2]]
     assert found.sigmas.shape == (2, 2)
     assert found.old_log_probs.dtype == torch.float32
     assert (found.num_elements, found.bypass, found.current_log_probs) == (64, False, None)
-    assert dumps.load_loss(path) == LoggedLoss(clip_ratio=[1e-4, 2e-4])
+    assert dumps.load_loss(path) == LoggedLoss(clip_ratio=[1e-4, 2e-4, 3e-4])
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,8 @@ class StepFields(TypedDict, total=False):
         version: the version of the trainer's weights before the step's first update.
         num_elements: `D`, elements of a latent: channels times height times width, of a video also times latent
             frames.
-        clip_ratio: PPO clip range of the loss.
+        clip_ratio: PPO clip range of the loss, or a list of one for each step of the schedule, from its first step on,
+            whichever of them the window has.
         loss_mode: flowcorr's name of the loss, `flow_grpo` if it is left out.
         adv_clip_max: what the loss clamps advantages to.
     """
@@ -230,9 +231,23 @@ def described(step: int, **given: Unpack[StepFields]) -> tuple[DumpedTerms, Logg
     bypass = "old_log_probs" not in tensors
     terms = DumpedTerms(bypass=bypass, **{"old_log_probs": rollout, **tensors}, **numbers)
     problem = checks.problem_of_metadata(_metadata(step, terms, loss))
-    if problem := problem or checks.problem_of_values(terms.tensors(), terms.version):
+    problem = problem or checks.problem_of_values(terms.tensors(), terms.version)
+    if problem := problem or _problem_of_clip_ratio(terms, loss):
         raise BatchError(problem)
     return terms, loss
+
+
+def _problem_of_clip_ratio(terms: DumpedTerms, loss: LoggedLoss) -> str:
+    """The problem of a list of clip ranges that lacks a step; empty if there is none."""
+    indices = terms.step_indices
+    last = terms.rollout_log_probs.shape[1] - 1 if indices is None else int(indices.max())
+    if not isinstance(loss.clip_ratio, Sequence) or last < len(loss.clip_ratio):
+        return ""
+    reach = f"the window has {last + 1} steps" if indices is None else f"step_indices reaches {last}"
+    return (
+        f"clip_ratio holds {len(loss.clip_ratio)} values, and {reach}; give one value for each step of the schedule, "
+        "from its first step on, or one number"
+    )
 
 
 def save(folder: Path, step: int, terms: DumpedTerms, loss: LoggedLoss) -> Path:

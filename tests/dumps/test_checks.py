@@ -149,7 +149,7 @@ def test_terms_that_are_not_finite_are_data(tmp_path):
 
 @pytest.mark.parametrize("mode", ["decoupled", "bypass"])
 def test_a_step_without_any_finite_log_prob_is_data(mode, tmp_path):
-    broken = {name: WINDOW + torch.nan for name in ("old_log_probs", "rollout_log_probs")}
+    broken = {"old_log_probs": WINDOW + torch.nan, "rollout_log_probs": WINDOW + torch.nan}
     found = dumps.load(write_step(tmp_path, tensors=broken, metadata={"mode": mode}))
     assert found.old_log_probs.isnan().all()
 
@@ -264,6 +264,11 @@ def test_names_that_are_no_step(tmp_path):
             {"step_indices": [5, 2], "sigmas": [0.9, 0.1]},
             "sigmas holds 0.1 at step 2 and 0.9 at step 5; noise levels descend",
         ),
+        (
+            {"step_indices": [1, 3], "clip_ratio": [1e-4, 2e-4]},
+            "clip_ratio holds 2 values, and step_indices reaches 3; give one value for each step",
+        ),
+        ({"clip_ratio": [1e-4]}, "clip_ratio holds 1 values, and the window has 2 steps"),
         ({"rollout_log_probs": torch.zeros(0, 2), "advantages": torch.zeros(0)}, r"has shape \[0, 2\]"),
     ],
 )

@@ -132,6 +132,13 @@ def test_grpo_guards_clip_range_is_not_held_against_another_ratio():
     assert "clip_noise" not in {finding.cause for finding in guarded}
 
 
+def test_a_clip_range_for_each_step_of_the_schedule():
+    terms = given(terms_of()) | {"step_indices": [1, 3]}
+    Watch()(1, **terms | {"clip_ratio": [1e-4] * 4})
+    with pytest.raises(BatchError, match="clip_ratio holds 3 values, and step_indices reaches 3"):
+        Watch()(1, **terms | {"clip_ratio": [1e-4] * 3})
+
+
 def test_a_finding_comes_once():
     terms = terms_of()
     terms = replace(terms, old_log_probs=terms.rollout_log_probs - 0.5)
