@@ -190,7 +190,8 @@ def _criterion(name: str, mode: Mode, entry: object, key: str) -> Criterion:
             )
         band = (1.0 / band, band)
     smallest, largest = band
-    return Criterion(label, mode, -math.log(largest), -math.log(smallest))
+    highest = -math.log(smallest) if smallest else math.inf  # 1 / inf is 0
+    return Criterion(label, mode, -math.log(largest), highest)
 
 
 def idle_modes(

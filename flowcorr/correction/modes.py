@@ -68,7 +68,9 @@ def _exp_square(length: Tensor) -> Tensor:
     return length.square().expm1()
 
 
-RATIO = Bounds(threshold="a band of ratios, such as 0.999_1.001 at log_ratio_scale mean, or auto")
+RATIO = Bounds(
+    threshold="a band of ratios, such as 0.999_1.001 at log_ratio_scale mean, or auto, or inf, which only measures"
+)
 """For a log-ratio with its sign, as in k1."""
 ABSOLUTE = Bounds(length=_itself, value=_itself)
 """For `|d|`, or a mean or maximum of it."""

@@ -109,12 +109,18 @@ def test_thresholds_that_do_not_fit_their_modes(modes, threshold, message):
         parse_criteria(modes, threshold)
 
 
+@pytest.mark.parametrize("mode", RS_MODES)
+def test_inf_only_measures(mode):
+    (criterion,) = parse_criteria(mode, "inf")
+    assert (criterion.lower, criterion.upper) == (-math.inf, math.inf)
+
+
 def test_a_missing_threshold_is_asked_for_by_mode():
     with pytest.raises(ConfigError) as caught:
         parse_criteria("seq_mean_k1,step_z,token_k3,step_kl", None)
     asked = [part.split(" ", 2) for part in str(caught.value).split("; give ")[1].split("; ")]
     assert [(mode, "band" in text, "0.999_1.001" in text, "inf" in text) for _, mode, text in asked] == [
-        ("seq_mean_k1", True, True, False),
+        ("seq_mean_k1", True, True, True),
         ("step_z", False, False, False),
         ("token_k3", False, False, True),
         ("step_kl", False, False, True),
