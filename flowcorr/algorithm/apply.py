@@ -98,7 +98,8 @@ def correct(
 def slack_of(terms: Terms, actor_config: ActorConfig, config: RolloutCorrectionConfig) -> Tensor:
     """By how much learning may move each log-ratio `[B, T]`: the loss's clip range, nats per latent element.
 
-    A loss without one, and one with a cap, which holds one side only, adds nothing.
+    Where the loss clips the sum over a window, its kept steps share the range. A loss without one, and one with a cap,
+    which holds one side only, adds nothing.
     """
     loss = loss_of(actor_config, config)
     limit = loss.ratio_limit(actor_config)
@@ -108,6 +109,9 @@ def slack_of(terms: Terms, actor_config: ActorConfig, config: RolloutCorrectionC
     in_ratio = torch.as_tensor(clip_by_term(limit, terms.step_index), dtype=torch.float64).to(nothing.device)
     nats = loss.log_ratio(torch.ones_like(nothing), nothing, terms.std.double())  # of one nat of log-ratio
     slack = in_ratio.log1p() / nats
+    if actor_config.ratio_level == "trajectory_sum":
+        keep = torch.ones_like(nothing) if terms.keep is None else terms.keep
+        slack = slack / keep.sum(1, keepdim=True).clamp(min=1)
     return slack.where(slack.isfinite(), 0.0)  # the std of a step may not be known
 
 

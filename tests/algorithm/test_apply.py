@@ -11,8 +11,11 @@ from flowcorr.algorithm import (
     needs_old_means,
     needs_rollout_means,
 )
+from flowcorr.algorithm.apply import correct
+from flowcorr.algorithm.terms import batch_terms
 from flowcorr.config.schema import ActorConfig, AlgorithmConfig, Config
 from flowcorr.correction import OFF, RolloutCorrectionConfig
+from flowcorr.correction.robust import Noise
 from flowcorr.errors import ConfigError
 from tests.algorithm.batches import make_batch
 
@@ -61,6 +64,34 @@ def test_a_mode_that_is_left_open_is_an_error():
         apply_rollout_correction_to_diffusion_batch(
             make_batch([[0.0, 0.0]]), RolloutCorrectionConfig(bypass_mode="auto")
         )
+
+
+# Of 3 steps that move by x each, the third of which is left out, the loss sees 2 x as a sum and x as a mean. Both stop
+# at log(1.01); so do single steps.
+@pytest.mark.parametrize("mode", ["seq_sum_k1", "seq_mean_k1", "seq_max_k2", "token_k1"])
+@pytest.mark.parametrize(
+    ("level", "x"),
+    [
+        ("step", math.log(1.01)),
+        ("trajectory_mean", math.log(1.01)),
+        ("trajectory_sum", math.log(1.01) / 2),
+    ],
+)
+def test_learning_widens_a_band_up_to_the_clip_of_the_loss(level, x, mode):
+    batch = make_batch([[factor * x] * 3 for factor in (0.99, 1.01, -0.99, -1.01)])
+    terms = replace(batch_terms(batch), keep=torch.tensor([True, True, False]).expand(4, 3))
+    correction = RolloutCorrectionConfig(
+        bypass_mode=True, bypass_scope="trajectory", rollout_rs=mode, rollout_rs_threshold="auto"
+    )
+    nothing = torch.zeros(10, dtype=torch.float64)
+    kept, _ = correct(
+        terms,
+        correction,
+        actor_config=ActorConfig(clip_ratio=0.01, ratio_level=level),
+        num_steps=10,
+        noise={mode: Noise(centre=nothing, spread=nothing)},
+    )
+    assert kept.keep[:, :2].tolist() == [[True] * 2, [False] * 2, [True] * 2, [False] * 2]
 
 
 @pytest.mark.parametrize(
