@@ -138,6 +138,10 @@ def test_what_is_missing_is_told_with_what_it_gives():
         ({"advantages": WINDOW}, r"advantages has shape \[2, 2\].*must be \[2\], one value a sample"),
         ({"sigmas": torch.ones(3)}, r"sigmas has shape \[3\].*must be \[2, 2\]"),
         ({"old_log_probs": torch.ones(2, 3)}, r"old_log_probs has shape \[2, 3\]"),
+        *(
+            ({name: ROWS}, rf"{name} has shape \[2\].*must be \[2, 2\]")
+            for name in ("old_log_probs", "current_log_probs", "before_update", "old_rollout_kl")
+        ),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(tmp_path, given, message):

@@ -48,6 +48,7 @@ GIVES = {
 """Optional fields of `dump`, and what each gives."""
 _OF_STEP = ("version", "num_elements")
 _TOLD = (*_OF_STEP, "loss_mode", "clip_ratio", "adv_clip_max")  # in the metadata of a file
+_PER_STEP = ("step_indices", "sigmas", "stds")  # may be given as `[T]`, where all samples have the same
 _STEP = "step_{:06d}.safetensors"
 _STEP_NAME = re.compile(r"step_([0-9]{1,12})\.safetensors")
 
@@ -400,7 +401,7 @@ def _fitted(name: str, values: Tensor, shape: torch.Size) -> Tensor:
         expected = shape[:1]
     else:
         expected = shape
-        if values.dim() == 1 and values.shape == shape[1:]:
+        if name in _PER_STEP and values.shape == shape[1:]:
             values = values.expand(shape)
     if values.shape != expected:
         raise BatchError(
