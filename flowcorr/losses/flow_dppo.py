@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flowcorr.losses.terms import (
     RatioLevel,
+    check_positive,
     exp_ratio,
     mask_terms,
     output,
@@ -44,7 +45,9 @@ def flow_dppo(
 
     Raises:
         BatchError: shapes differ, or the KL is missing.
+        ConfigError: `kl_threshold` or `adv_clip_max` is not positive.
     """
+    check_positive("kl_threshold", kl_threshold)
     terms = mask_terms(log_prob, old_log_prob, advantage, adv_clip_max=adv_clip_max, weight=weight, keep=keep)
     terms, kl = with_kl(terms, None if kl is None else kl.detach())
     log_ratio = pool_log_ratio(terms.log_ratio, terms.keep, ratio_level)

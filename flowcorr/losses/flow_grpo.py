@@ -8,15 +8,15 @@ from torch import Tensor
 from flowcorr.losses.terms import (
     MaskedTerms,
     RatioLevel,
-    check_positive,
     exp_ratio,
+    limit_of_ratio,
     mask_terms,
     output,
     pool_log_ratio,
     ratio_stats,
 )
 from flowcorr.metrics import Stat
-from flowcorr.records import LossOutput, check_shape
+from flowcorr.records import LossOutput
 
 
 def flow_grpo(
@@ -59,12 +59,7 @@ def clipped(
     terms: MaskedTerms, log_ratio: Tensor, clip_ratio: float | Tensor
 ) -> tuple[Tensor, dict[str, Stat]]:
     """The clipped objective of each term, and the metrics of its ratio; PPO, arXiv:1707.06347, eq. 7."""
-    if isinstance(clip_ratio, Tensor):
-        check_shape("clip_ratio", clip_ratio, tuple(log_ratio.shape))
-        clip = clip_ratio.to(log_ratio.dtype)
-    else:
-        check_positive("clip_ratio", clip_ratio)
-        clip = log_ratio.new_full((), clip_ratio)
+    clip = limit_of_ratio("clip_ratio", clip_ratio, log_ratio)
     low, high = 1 - clip, 1 + clip
     ratio, minus_a = exp_ratio(log_ratio), -terms.advantage
     # The larger loss of both: a ratio beyond the range on the side that A asks for has no gradient, the others keep it.

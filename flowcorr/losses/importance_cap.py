@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flowcorr.losses.terms import RatioLevel, exp_ratio, mask_terms, output, pool_log_ratio, ratio_stats
+from flowcorr.losses.terms import (
+    RatioLevel,
+    exp_ratio,
+    limit_of_ratio,
+    mask_terms,
+    output,
+    pool_log_ratio,
+    ratio_stats,
+)
 from flowcorr.records import LossOutput
 
 
@@ -30,9 +38,10 @@ def importance_cap(
 
     Raises:
         BatchError: shapes differ.
+        ConfigError: `cap` or `adv_clip_max` is not positive.
     """
     terms = mask_terms(log_prob, old_log_prob, advantage, adv_clip_max=adv_clip_max, weight=weight, keep=keep)
     log_ratio = pool_log_ratio(terms.log_ratio, terms.keep, ratio_level)
-    ratio = exp_ratio(log_ratio)
+    ratio, cap = exp_ratio(log_ratio), limit_of_ratio("cap", cap, log_ratio)
     loss = -terms.weight * terms.advantage * ratio.clamp(max=cap)
     return output(loss, terms, ratio_stats(terms, log_ratio, above=ratio > cap))

@@ -94,6 +94,20 @@ def check_positive(name: str, value: float) -> None:
         raise ConfigError(f"{name}={value!r} must be a positive number")
 
 
+def limit_of_ratio(name: str, limit: float | Tensor, log_ratio: Tensor) -> Tensor:
+    """A limit of ratios in their dtype: 0-d of a number, or a tensor like `log_ratio`.
+
+    Raises:
+        BatchError: a tensor's shape differs.
+        ConfigError: a number is not positive.
+    """
+    if isinstance(limit, Tensor):
+        check_shape(name, limit, tuple(log_ratio.shape))
+        return limit.to(log_ratio.dtype)
+    check_positive(name, limit)
+    return log_ratio.new_full((), limit)
+
+
 def masked(terms: MaskedTerms, valid: Tensor) -> MaskedTerms:
     """The same terms, where terms outside `valid` count as not finite."""
     keep = terms.keep & valid

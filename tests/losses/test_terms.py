@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flowcorr.errors import BatchError, ConfigError
-from flowcorr.losses import LOSSES, clip_by_term, flow_grpo
+from flowcorr.losses import LOSSES, clip_by_term, flow_dppo, flow_grpo, importance_cap
 from flowcorr.losses.terms import mask_terms, ratio_stats
 from flowcorr.metrics import Metrics
 from tests.losses.test_every_loss import Settings, gradient, problem
@@ -71,10 +71,11 @@ def test_the_range_of_a_term_is_that_of_its_step():
     assert got.tolist() == [[0.1, 0.01], [0.03, 0.03]]
 
 
-def test_a_clip_range_does_not_broadcast():
+@pytest.mark.parametrize(("own_loss", "name"), [(flow_grpo, "clip_ratio"), (importance_cap, "cap")])
+def test_a_limit_of_ratios_does_not_broadcast(own_loss, name):
     log_prob = torch.zeros(4, 2)
-    with pytest.raises(BatchError, match=r"clip_ratio has shape \[2\]; it must be \[4, 2\]"):
-        flow_grpo(log_prob, log_prob, log_prob, clip_ratio=torch.full((2,), 0.1), adv_clip_max=5.0)
+    with pytest.raises(BatchError, match=rf"{name} has shape \[2\]; it must be \[4, 2\]"):
+        own_loss(log_prob, log_prob, log_prob, **{name: torch.full((2,), 0.1)}, adv_clip_max=5.0)
 
 
 @pytest.mark.parametrize(("level", "pooled"), [("trajectory_mean", 0.02), ("trajectory_sum", 0.06)])
@@ -119,6 +120,15 @@ def test_settings_that_no_loss_can_have(name, value):
     values = torch.zeros(2)
     with pytest.raises(ConfigError, match=f"^{name}={value} must be a positive number"):
         flow_grpo(values, values, values, **({"clip_ratio": 0.1, "adv_clip_max": 5.0} | {name: value}))
+
+
+@pytest.mark.parametrize("value", [-5.0, 0.0, math.nan, True])
+def test_limits_that_no_loss_can_have(value):
+    values = torch.zeros(2)
+    with pytest.raises(ConfigError, match=f"^cap={value} must be a positive number"):
+        importance_cap(values, values, values, cap=value, adv_clip_max=5.0)
+    with pytest.raises(ConfigError, match=f"^kl_threshold={value} must be a positive number"):
+        flow_dppo(values, values, values, kl=values, kl_threshold=value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8])
