@@ -18,7 +18,7 @@ REWARD_LIMIT = 0.1  # standard deviations of the scores, as the health rule `rep
 
 
 def check_captured_reward(captured: Captured) -> Finding:
-    """Whether the recipe's reward gives the captured images the captured scores."""
+    """Whether the recipe's reward gives the captured images the captured scores, where it failed neither time."""
     samples, config = captured.stack.samples, captured.config
     rewards = samples.tensors().get("rewards")
 
@@ -48,11 +48,15 @@ def check_captured_reward(captured: Captured) -> Finding:
     reward = build_reward(config.reward.terms, timeout=config.reward.timeout)
     assert isinstance(samples.images, Tensor)
     try:
-        again, _ = score_batch(reward, samples.images.numpy(), prompts)
+        again, _ = score_batch(reward, samples.images.numpy(), prompts, on_error=config.reward.on_error)
     except (BatchError, BackendError) as error:
         return skipped(f"cannot tell: {error}", remedy)
+    gaps = np.abs(again.scores - rewards.double().numpy())
+    scored = np.isfinite(gaps)  # then and now
+    if not scored.any():
+        return skipped("cannot tell: the reward failed on each image, when it was captured or now", remedy)
     spread = float(np.nanstd([*rewards.tolist(), *again.scores])) or 1.0
-    gaps = np.abs(again.scores - rewards.double().numpy()) / spread / REWARD_LIMIT
+    gaps = gaps[scored] / spread / REWARD_LIMIT
     shown = (", ".join(f"{value:.3g}" for value in values) for values in (rewards.tolist(), again.scores))
     evidence = "{} captured, {} now".format(*shown)
     limits = tuple(gaps.tolist())

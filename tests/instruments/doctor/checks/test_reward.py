@@ -1,6 +1,7 @@
 """Captured rewards beside those of a recipe."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -22,6 +23,26 @@ def test_a_reward_again(captured_of):
     assert check_captured_reward(captured_of(rewards=right.flip(0), config=config)).level == "warning"
     without = check_captured_reward(captured_of(rewards=right))
     assert (without.level, "--model" in without.remedy) == ("note", True)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "level"),
+    [
+        ([math.nan, 1, math.nan, 3, math.nan, 5, 6, 7], "healthy"),
+        ([math.nan, 3, math.nan, 1, math.nan, 5, 6, 7], "warning"),
+        ([math.nan] * 8, "note"),
+    ],
+)
+def test_images_on_which_the_reward_failed_are_not_compared(
+    rewards, level, captured_of, tmp_path, monkeypatch
+):
+    """As under `drop_group`: on the first image it fails each time, on the third it failed once."""
+    source = "def failing(images, prompts):\n    return [float('nan'), *range(1, len(prompts))]\n"
+    (tmp_path / "failing.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    overrides = ["reward.terms=[{name: 'failing:failing'}]", "reward.on_error=drop_group"]
+    config = load("tiny_jpeg_lora", [*overrides, "data.num_train=4", "data.num_heldout=2"])
+    assert check_captured_reward(captured_of(rewards=torch.tensor(rewards), config=config)).level == level
 
 
 @pytest.mark.parametrize(
