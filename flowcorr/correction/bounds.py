@@ -129,7 +129,8 @@ def parse_criteria(rollout_rs: str | None, threshold: Threshold | None) -> tuple
             in a list are a band. `auto` is a band that is measured; for `step_z`, which measures by itself, 6.
 
     Raises:
-        ConfigError: a mode is unknown, its threshold is missing, or is not of its kind.
+        ConfigError: a mode is unknown, its threshold is missing or not of its kind, or two modes have one name in
+            metrics.
     """
     key = f"{SECTION}.rollout_rs_threshold"
     modes = parse_modes(rollout_rs)
@@ -146,9 +147,15 @@ def parse_criteria(rollout_rs: str | None, threshold: Threshold | None) -> tuple
         )
     if len(entries) == 1:
         entries = entries * len(modes)
-    return tuple(
+    criteria = tuple(
         _criterion(name, mode, entry, key) for (name, mode), entry in zip(modes.items(), entries, strict=True)
     )
+    labels = [criterion.name for criterion in criteria]
+    if twice := [label for label in labels if labels.count(label) > 1]:
+        raise ConfigError(
+            f"{SECTION}.rollout_rs={rollout_rs!r} has two modes whose name in metrics is {twice[0]!r}; rename one"
+        )
+    return criteria
 
 
 def canonical_threshold(threshold: Threshold | None) -> float | Band | str | None:

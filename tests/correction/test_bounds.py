@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -107,6 +109,18 @@ def test_thresholds_go_with_modes_in_order():
 def test_thresholds_that_do_not_fit_their_modes(modes, threshold, message):
     with pytest.raises(ConfigError, match=message):
         parse_criteria(modes, threshold)
+
+
+@pytest.mark.parametrize("other", ["other_modes:far", "far"])
+def test_two_modes_of_one_name_are_refused(other, monkeypatch):
+    for name in ("my_modes", "other_modes"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(far=RS_MODES["token_k2"]))
+    monkeypatch.setitem(RS_MODES, "far", RS_MODES["token_k3"])
+    assert [one.name for one in parse_criteria("my_modes:far,token_k3", 0.1)] == ["far", "token_k3"]
+    with pytest.raises(
+        ConfigError, match=r"rollout_rs='my_modes:far,.*far' has two modes .* 'far'; rename one"
+    ):
+        parse_criteria(f"my_modes:far,{other}", 0.1)
 
 
 @pytest.mark.parametrize("mode", RS_MODES)
