@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowcorr.errors import BatchError
+from flowcorr.errors import BatchError, ConfigError, unknown_choice
 from flowcorr.metrics import Metrics
 from flowcorr.references import Reference
 from flowcorr.texts import folded
@@ -391,7 +391,13 @@ class LossOutput:
     correction_metrics: Metrics = field(default_factory=Metrics)
 
     def mean(self, denominator: Literal["kept", "all"] = "kept") -> Tensor:
-        """The mean loss over kept terms, or over all; 0 where there is none."""
+        """The mean loss over kept terms, or over all; 0 where there is none.
+
+        Raises:
+            ConfigError: `denominator` is neither.
+        """
+        if denominator not in ("kept", "all"):
+            raise ConfigError(unknown_choice("denominator", denominator, ("kept", "all")))
         count = self.count_kept if denominator == "kept" else self.count_all
         return self.loss_sum / count.clamp(min=1)
 

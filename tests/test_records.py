@@ -3,7 +3,7 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 import torch
 
-from flowcorr.errors import BatchError
+from flowcorr.errors import BatchError, ConfigError
 from flowcorr.metrics import Metrics
 from flowcorr.records import ActorBatch, LossOutput, Rollout, Scores, Terms, Window, check_shape
 from tests.rollouts import make_rollout
@@ -181,6 +181,8 @@ def test_loss_denominators(count_all, count_kept, kept, over_all):
     )
     assert output.mean().item() == output.mean("kept").item() == kept
     assert output.mean("all").item() == over_all
+    with pytest.raises(ConfigError, match="denominator='keep' is unknown.*choose from kept, all"):
+        output.mean("keep")
 
 
 def test_check_shape_names_the_tensor():
