@@ -76,7 +76,7 @@ def compute_rollout_correction_and_rejection_mask(
         rollout_is_threshold: a number caps weights, a pair zeroes those outside, `inf` leaves them.
         rollout_is_apply: False computes weights for the metrics only.
         rollout_is_batch_normalize: divide by the mean weight over all terms (`token`) or samples, of all ranks.
-        rollout_rs: a rejection mode, or several chained by commas; see `rejection.RS_MODES`.
+        rollout_rs: a rejection mode, or several chained by commas; see `modes.RS_MODES`.
         rollout_rs_threshold: its threshold, or theirs; see `bounds.parse_criteria`. `auto` is measured on this
             batch, over all ranks, and logged as `rollout_rs_<mode>_threshold_low` and `_high`.
         rollout_token_veto_threshold: a step with a ratio below it rejects its sample.

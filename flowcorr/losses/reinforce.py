@@ -26,7 +26,8 @@ def reinforce(
         adv_clip_max: largest magnitude of an advantage.
         weight: like `log_prob`, importance weights, used detached; None for 1.
         keep: like `log_prob`, bool, False where a term was rejected; None for all.
-        old_log_prob: like `log_prob`; adds the ratio's metrics, and nothing to the loss.
+        old_log_prob: like `log_prob`; adds the ratio's metrics. The loss has no ratio, but a term whose old log-prob is
+            not finite is left out.
 
     Raises:
         BatchError: shapes differ.

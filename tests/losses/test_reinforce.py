@@ -32,3 +32,9 @@ def test_old_log_probs_add_metrics_and_nothing_else():
     assert values["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-12)
     assert values["actor/ratio_mean"] == pytest.approx((math.exp(0.1) + math.exp(-0.1)) / 2)
     assert "actor/pg_clipfrac" not in values
+
+
+def test_a_term_without_a_finite_old_log_prob_is_left_out():
+    log_prob, old = tensor(-1.0, -2.0), tensor(math.nan, -1.9)
+    result = reinforce(log_prob, tensor(1.0, 2.0), adv_clip_max=5.0, old_log_prob=old)
+    assert (result.loss_sum.item(), result.count_all.item()) == (4.0, 1)

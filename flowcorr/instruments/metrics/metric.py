@@ -21,7 +21,7 @@ class Rule:
     """The healthy range of a metric.
 
     Weights and rejection are judged as they were applied, by limits that are common in rollout correction of language
-    models. What depends on the run, such as its precision, has no number here: see `health.limits`.
+    models. What depends on the run, such as its precision, has no number here: see `rules.healthy_range`.
 
     Attributes:
         name: name of the rule.

@@ -45,7 +45,7 @@ def check_noise(exam: Exam) -> Finding:
     # Wilson and Hilferty: the cube root of a chi-squared variable is nearly normal.
     spread = 2 / (9 * count)
     of_variance = abs(variance ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
-    # Long tails are skewed to the right, see `health`.
+    # Long tails are skewed to the right, see `rules.skew`.
     of_tails = abs(tails) * math.sqrt(count / 24) / (skew(count) if tails > 0 else 1)
     # For independent directions, P(|correlation| > c) <= (1 - c^2)^((D - 1) / 2).
     of_pair = math.sqrt(-(noise.shape[1] - 1) * math.log(max(1 - correlation**2, 1e-300)))
