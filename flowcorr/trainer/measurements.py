@@ -67,8 +67,10 @@ def measure(
     if replays(config, step):
         sharded = run.actor.weights.sharded
         replay = distributed.fail_together("the replay of a few images", has_collectives=sharded)
-        with watch("replay"), replay:
-            measured.append(measure_replay(run, samples, scored, step))
+        with watch("replay"):
+            with replay:
+                metrics, window = measure_replay(run, samples, scored, step)
+            measured += [metrics, window.metrics()]
     return measured
 
 

@@ -97,7 +97,9 @@ class _Leg:
 
 
 @torch.no_grad()
-def measure_replay(run: TrainingRun, samples: Samples, scored: RewardOutput, step: int) -> Metrics:
+def measure_replay(
+    run: TrainingRun, samples: Samples, scored: RewardOutput, step: int
+) -> tuple[Metrics, WindowResiduals]:
     """The `rollout_corr/replay/*` metrics of one image of each prompt: mean errors of the legs, largest other gaps.
 
     Args:
@@ -105,6 +107,10 @@ def measure_replay(run: TrainingRun, samples: Samples, scored: RewardOutput, ste
         samples: of training step `step`.
         scored: their scores.
         step: the training step.
+
+    Returns:
+        The metrics of this rank's images, none if it has none; and the residuals of their windows, whose metrics all
+        ranks have to compute together.
 
     Raises:
         BackendError: the engine returned no final latents, or does not keep the weights that sampled.
@@ -115,8 +121,11 @@ def measure_replay(run: TrainingRun, samples: Samples, scored: RewardOutput, ste
             "the rollout engine returned no Rollout.final_latents, so nothing can be replayed; return them, or set "
             "rollout.replay_every: 0"
         )
+    window = WindowResiduals(
+        rollout, run.config, step, noise=False, velocity=not scored_by_sampler(run.config)
+    )
     if not rollout.num_samples:
-        return Metrics()
+        return Metrics(), window
     members = [
         sde.stable_seed(seed, step, group, "replay") % count for group in rollout.group_ids[::count].tolist()
     ]
@@ -130,9 +139,6 @@ def measure_replay(run: TrainingRun, samples: Samples, scored: RewardOutput, ste
         images=torch.from_numpy(images).to(run.actor.device),
     )
     gaps = []
-    window = WindowResiduals(
-        chosen, run.config, step, noise=False, velocity=not scored_by_sampler(run.config)
-    )
     for version in chosen.policy_versions.unique().tolist():
         with behaviour_weights(run.actor, run.engine.history, version):
             # One by one: whatever their windows, all ranks make equally many forward passes, as sharded weights need.
@@ -142,7 +148,7 @@ def measure_replay(run: TrainingRun, samples: Samples, scored: RewardOutput, ste
                 if places[place] not in samples.broken:
                     gaps.append(gap)
     if not gaps:
-        return Metrics()
+        return Metrics(), window
     healthy = usual_gap(run.config, distilled=run.actor.family.distills_guidance)
     units = sum(min(max(gap.window, NO_GAP), healthy) for gap in gaps)
     stats = {
@@ -159,7 +165,7 @@ def measure_replay(run: TrainingRun, samples: Samples, scored: RewardOutput, ste
         terms(name, torch.cat([gap.residuals[name] for gap in gaps if name in gap.residuals]))
         for name in names
     ]
-    return Metrics.merged([Metrics.from_stats(stats), *residuals, window.metrics()])
+    return Metrics.merged([Metrics.from_stats(stats), *residuals]), window
 
 
 def _replay(run: TrainingRun, sample: Rollout, member: int, step: int, observe: Observe) -> ImageGaps:

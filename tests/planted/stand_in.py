@@ -129,6 +129,7 @@ class Bench:
         rollout = samples.rollout
         noise = NoiseMeter(rollout, config, TRAINING_STEP)
         old = actor.log_probs(rollout, observe=noise.add)
+        replay, window = measure_replay(run, samples, scored, TRAINING_STEP)
         metrics = Metrics.merged(
             [
                 samples.metrics,
@@ -140,7 +141,8 @@ class Bench:
                     prefix="rollout_corr/",
                 ),
                 noise.metrics(),
-                measure_replay(run, samples, scored, TRAINING_STEP),
+                replay,
+                window.metrics(),
             ]
         )
         units = units_of(config, rollout.num_elements)

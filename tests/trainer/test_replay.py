@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowcorr import sde
+from flowcorr import distributed, sde
 from flowcorr.config import RewardTerm
 from flowcorr.data import PromptStream
 from flowcorr.errors import BackendError
@@ -21,6 +21,7 @@ from flowcorr.trainer.replay import measure_replay, replays
 from flowcorr.trainer.residuals import RESIDUALS
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.step import train_step
+from tests.conftest import small_config, start_run
 from tests.instruments.doctor.faults import separate
 from tests.overflow import overflow
 from tests.planted.plants import feeding, noisy, returning, sampling_with, vae_configured
@@ -34,40 +35,41 @@ SCATTERED_STEP = 5  # its scattered windows are the steps 2, 5, 7 and 1, 4, 6
 SCATTERED = {"sde_window_size": 3, "sde_window_range": (0, 8), "sde_window_layout": "scattered"}
 
 
-@pytest.fixture
-def make_training(make_run):
+def training(sampling=None, path=SHALLOW, model=None, **rollout):
     """A training run on two prompts, whose engine has a pipeline of its own."""
+    config = small_config(
+        model={"path": path, **(model or {})},
+        sampling={"num_inference_steps": 8, "sde_window_range": (1, 4), **(sampling or {})},
+        rollout={"n": 2, "replay_every": 1, **rollout},
+    )
+    connected = start_run(config)
+    embeds = connected.conditioning
+    run = TrainingRun(
+        config=config,
+        actor=connected.actor,
+        engine=separate(connected),
+        cache=lambda prompts: {
+            name: rows[[TEXTS.index(prompt.text) for prompt in prompts]] for name, rows in embeds.items()
+        },
+        prompts=PromptStream(PROMPTS, seed=0),
+        reward=build_reward((RewardTerm(name="jpeg_compressibility"),)),
+    )
+    connected.stir()
+    run.engine.sync(run.actor.weights.snapshot())
+    return run
 
-    def make(sampling=None, path=SHALLOW, model=None, **rollout):
-        sampling = {"num_inference_steps": 8, "sde_window_range": (1, 4), **(sampling or {})}
-        connected = make_run(
-            model={"path": path, **(model or {})},
-            sampling=sampling,
-            rollout={"n": 2, "replay_every": 1, **rollout},
-        )
-        embeds = connected.conditioning
-        run = TrainingRun(
-            config=connected.config,
-            actor=connected.actor,
-            engine=separate(connected),
-            cache=lambda prompts: {
-                name: rows[[TEXTS.index(prompt.text) for prompt in prompts]] for name, rows in embeds.items()
-            },
-            prompts=PromptStream(PROMPTS, seed=0),
-            reward=build_reward((RewardTerm(name="jpeg_compressibility"),)),
-        )
-        connected.stir()
-        run.engine.sync(run.actor.weights.snapshot())
-        return run
 
-    return make
+@pytest.fixture
+def make_training():
+    return training
 
 
 def replayed(run, step=STEP):
     """`rollout_corr/replay/*` of a step's samples."""
     samples = collect(run, PROMPTS, range(2), step)
     scored, _ = score(run, samples)
-    return measure_replay(run, samples, scored, step).compute()
+    metrics, _ = measure_replay(run, samples, scored, step)
+    return metrics.compute()
 
 
 def named(run, step=STEP):
@@ -293,6 +295,32 @@ def test_a_training_step_replays_on_schedule_and_learns_the_same(staleness, make
         assert torch.equal(tensor, learned[1][name])
 
 
+def first_step(lost):
+    """The replay's metrics of a training step in which the second rank loses its samples."""
+    run = training(prompts_per_step=2, staleness=1)
+    run.config = replace(run.config, reward=replace(run.config.reward, on_error="drop_group"))
+    if distributed.rank() == 1:
+        LOST[lost](run.engine)
+    metrics = train_step(run, 1, lambda phase: None).metrics
+    assert metrics.parts("residual_terms/velocity_length/{}")
+    return {name: value for name, value in metrics.compute().items() if "/replay/" in name}
+
+
+LOST = {
+    "not finite": returning(final_latents=lambda rollout: math.nan * rollout.final_latents),
+    "partly too old": returning(
+        policy_versions=lambda rollout: rollout.policy_versions - torch.tensor([9, 0])
+    ),
+}
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_a_rank_that_lost_its_samples_replays_none(lost, two_ranks):
+    first, second = two_ranks.call(first_step, lost, timeout=60)
+    assert first == second
+    assert first["rollout_corr/replay/window"] < 1e-4
+
+
 @pytest.mark.parametrize(("every", "steps"), [(0, []), (1, [1, 2, 3, 4]), (2, [1, 2, 4])])
 def test_schedule(every, steps, make_config):
     settings = make_config(rollout={"replay_every": every})
@@ -306,7 +334,8 @@ def residual(run, name, step=STEP):
     """The mean of a residual over the replays of a step, the largest of its channels."""
     samples = collect(run, PROMPTS, range(2), step)
     scored, _ = score(run, samples)
-    parts = measure_replay(run, samples, scored, step).parts(f"residual_terms/{name}/{{}}")
+    metrics, window = measure_replay(run, samples, scored, step)
+    parts = metrics.merge(window.metrics()).parts(f"residual_terms/{name}/{{}}")
     return max((mean for _, mean, _ in parts), key=abs, default=None)
 
 
