@@ -37,6 +37,9 @@ def bound_passes(scorer: Scorer, rollout: Rollout) -> None:
     Args:
         scorer: scores the rows.
         rollout: samples of the run.
+
+    Raises:
+        torch.OutOfMemoryError: a GPU has no memory for a pass of one row.
     """
     if scorer.rows is not None or not is_bounded(scorer.config.actor):
         return
@@ -57,10 +60,17 @@ def _largest_pass(scorer: Scorer, rollout: Rollout) -> int:
     first = torch.zeros(1, dtype=torch.long, device=rollout.group_ids.device)
     one, two = (rollout.select(first.repeat(rows)).step(0) for rows in (1, 2))
     with torch.compiler.set_stance("force_eager"):  # blocks would be compiled for these rows
-        if device.type == "cuda":
-            row, room = _peak(scorer, two, one), _room(scorer, device)
+        if device.type != "cuda":
+            row, room = _graph(scorer, two) - _graph(scorer, one), float(CPU_BYTES)
         else:
-            row, room = _graph(scorer, two) - _graph(scorer, one), CPU_BYTES
+            _peak(scorer, one)  # allocates what all passes share
+            smaller = _peak(scorer, one)
+            try:
+                row, room = _peak(scorer, two) - smaller, _room(scorer, device)
+            except torch.OutOfMemoryError:
+                if scorer.weights.sharded:  # the other ranks are waiting inside this pass
+                    raise
+                return 1
     return max(1, int(room / max(row, 1)))
 
 
@@ -86,21 +96,20 @@ def _graph(scorer: Scorer, rollout: Rollout) -> int:
 
 
 @torch.enable_grad()
-def _peak(scorer: Scorer, more: Rollout, fewer: Rollout) -> int:
-    """How much higher the peak of a GPU is in a pass of `more` than in one of `fewer`, forwards and backwards.
+def _peak(scorer: Scorer, rollout: Rollout) -> int:
+    """Bytes of a GPU that a pass takes at its peak, forwards and backwards.
 
     Torch's record of the highest peak begins anew.
     """
     device = scorer.weights.device
-    peaks = []
-    for rollout in (fewer, fewer, more):  # the first one allocates what all passes share
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    try:
         scorer.score(rollout).log_probs.sum().backward()
+    finally:
         for parameter in scorer.weights.parameters.values():
             parameter.grad = None
-        peaks.append(torch.cuda.max_memory_allocated(device) - before)
-    return peaks[-1] - peaks[-2]
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _room(scorer: Scorer, device: torch.device) -> float:

@@ -12,8 +12,9 @@ from flowcorr.config.schema import Config
 from flowcorr.errors import BackendError
 
 LOADING, PROBING, ENCODING = "loading the model", "probing it", "encoding prompts"
+FIRST_PASS = "a pass of one image at one step"
 _SAMPLING = ("rollout", "evaluation")
-_SCORING = ("old_log_prob", "correction", "drift", "update")
+_SCORING = (FIRST_PASS, "old_log_prob", "correction", "drift", "update")
 
 
 @contextlib.contextmanager
@@ -47,10 +48,10 @@ def _remedy(config: Config, phase: str, micro_batch: Callable[[], int] | None) -
         return "use a GPU with more memory" if offloaded else "set model.offload_text_encoders=true"
     if phase in _SCORING:
         size = config.mini_batch_size
-        if isinstance(actor.micro_batch_size, int):
-            size = actor.micro_batch_size
-        elif micro_batch is not None:
+        if micro_batch is not None:
             size = micro_batch()
+        elif isinstance(actor.micro_batch_size, int):
+            size = actor.micro_batch_size
         if size > 1:
             return f"set actor.micro_batch_size={size // 2} instead of {size}"
         if not actor.gradient_checkpointing:

@@ -20,6 +20,7 @@ from flowcorr.errors import BackendError
 from flowcorr.metrics import Metrics
 from flowcorr.records import ActorBatch, ImageArray, Prompt, Rollout
 from flowcorr.rewards import training_scores
+from flowcorr.trainer import out_of_memory
 from flowcorr.trainer.collect import collect, prefetch, score, whole_groups
 from flowcorr.trainer.gap_split import old_scores
 from flowcorr.trainer.log_probs import logged_terms
@@ -60,7 +61,8 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
     with distributed.fail_together("the rollout", has_collectives=sharded), watch("rollout"):
         samples = collect(run, drawn, distributed.local_indices(len(drawn)), step)
     rollout, old = samples.rollout, None
-    bound_passes(actor.scorer, rollout)
+    with out_of_memory.explained(config, lambda: out_of_memory.FIRST_PASS, lambda: 1):
+        bound_passes(actor.scorer, rollout)
     first_scores = FirstScores(rollout, config, step)
     # Old log-probs by the trainer's own arithmetic: the ratio begins at 1, and the engine's gap stays out of the clip.
     if correction.mode != "bypass":

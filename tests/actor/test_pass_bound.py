@@ -1,7 +1,9 @@
+import contextlib
 import re
 from unittest import mock
 
 import pytest
+import torch
 
 from flowcorr import distributed
 from flowcorr.actor import pass_bound
@@ -50,7 +52,7 @@ def test_the_bound_is_found_once_and_logged(make_run, caplog):
     with caplog.at_level("INFO"):
         bound_passes(run.actor.scorer, rollout)
         bound_passes(run.actor.scorer, rollout)
-    (told,) = caplog.messages
+    (told,) = (record.getMessage() for record in caplog.records if record.name.startswith("flowcorr"))
     assert re.findall(r"\d+", told) == [str(run.actor.scorer.rows), "8"]
     assert all(parameter.grad is None for parameter in run.actor.weights.parameters.values())
 
@@ -62,6 +64,31 @@ def test_without_samples_a_later_call_decides(make_run):
     assert run.actor.scorer.rows is None
     bound_passes(run.actor.scorer, rollout)
     assert run.actor.scorer.rows > 1
+
+
+@pytest.mark.parametrize(("fits", "row", "bound"), [(2, 100, 8), (1, 100, 1), (0, 100, None)])
+def test_a_gpu_without_room_for_two_rows_takes_one(make_run, monkeypatch, fits, row, bound):
+    """A GPU with 1000 bytes free beside the weights, of which 800 may be used, and passes of at most `fits` rows."""
+    run = make_run()
+    scorer, peaks = run.actor.scorer, []
+
+    def score(rollout, true=scorer.score):
+        if rollout.num_samples > fits:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        peaks.append(50 + row * rollout.num_samples)
+        return true(rollout)
+
+    trained = sum(parameter.nbytes for parameter in run.actor.weights.parameters.values())
+    monkeypatch.setattr(type(run.actor.weights), "device", torch.device("cuda"))
+    monkeypatch.setattr(scorer, "score", score)
+    monkeypatch.setattr(pass_bound, "free_memory", lambda device: 1000 + 3 * trained)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[-1])
+    for name in ("reset_peak_memory_stats", "memory_allocated", "memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    with contextlib.nullcontext() if fits else pytest.raises(torch.OutOfMemoryError):
+        bound_passes(scorer, run.sample())
+    assert scorer.rows == bound
+    assert all(parameter.grad is None for parameter in run.actor.weights.parameters.values())
 
 
 def on_ranks():
