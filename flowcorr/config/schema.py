@@ -242,6 +242,11 @@ class RolloutConfig:
     same_initial_noise: bool = True
     calculate_log_probs: bool = True
 
+    @property
+    def evaluation_batch_size(self) -> int:
+        """Images of a forward pass of an evaluation."""
+        return min(64, self.batch_size or 64)
+
     def __post_init__(self) -> None:
         at_least("rollout.staleness", self.staleness, 0)
         at_least("rollout.drift_every", self.drift_every, 0)

@@ -36,7 +36,6 @@ from flowcorr.trainer.state import restore_actor
 
 logger = logging.getLogger(__name__)
 
-BATCH_SIZE = 64  # images of one forward pass, or `rollout.batch_size` if that is smaller
 _NOISE_SEED = 20_240_501
 _FAILED = "failed_samples"
 
@@ -92,7 +91,7 @@ def _evaluate(run: TrainingRun, prompts: Sequence[Prompt], transformer: Any) -> 
     own_scores: dict[str, np.ndarray] = {}
     reward, on_images = scored_ahead(run.reward, own_prompts)
     with distributed.fail_together("an evaluation", has_collectives=run.actor.weights.sharded):
-        step = min(BATCH_SIZE, run.config.rollout.batch_size or BATCH_SIZE)
+        step = run.config.rollout.evaluation_batch_size
         batches = [indices[begin : begin + step] for begin in range(0, size, step)]
         drawn = [_sample(run, prompts, batch, transformer, on_images) for batch in batches]
         images = np.concatenate([part for part, _, _ in drawn])[: len(own)]

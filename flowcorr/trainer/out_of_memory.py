@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from flowcorr import distributed
+from flowcorr.actor.passes import passes_of
 from flowcorr.config import resolve_engine
 from flowcorr.config.schema import Config
 from flowcorr.errors import BackendError
 
 LOADING, PROBING, ENCODING = "loading the model", "probing it", "encoding prompts"
 FIRST_PASS = "a pass of one image at one step"
-_SAMPLING = ("rollout", "evaluation")
 _SCORING = (FIRST_PASS, "old_log_prob", "correction", "drift", "update")
 
 
@@ -43,23 +44,24 @@ def explained(
 
 def _remedy(config: Config, phase: str, micro_batch: Callable[[], int] | None) -> str:
     rollout, actor = config.rollout, config.actor
+    share = len(distributed.local_indices(rollout.prompts_per_step)) * rollout.n  # of the step, on this rank
     if phase in (LOADING, PROBING, ENCODING):
         offloaded = config.model.offload_text_encoders
         return "use a GPU with more memory" if offloaded else "set model.offload_text_encoders=true"
     if phase in _SCORING:
-        size = config.mini_batch_size
-        if micro_batch is not None:
-            size = micro_batch()
-        elif isinstance(actor.micro_batch_size, int):
-            size = actor.micro_batch_size
+        size = min(share, passes_of(config).samples if micro_batch is None else micro_batch())
         if size > 1:
             return f"set actor.micro_batch_size={size // 2} instead of {size}"
         if not actor.gradient_checkpointing:
             return "set actor.gradient_checkpointing=true"
-    if phase in _SAMPLING and not resolve_engine(rollout.name).own_processes:
-        size = rollout.batch_size or rollout.prompts_per_step * rollout.n
-        if size > 1:
-            return f"set rollout.batch_size={size // 2} instead of {size}"
+    size = 0
+    if phase == "evaluation":
+        heldout = -(-config.data.num_heldout // distributed.world_size())
+        size = min(heldout, rollout.evaluation_batch_size)
+    elif phase == "rollout" and not resolve_engine(rollout.name).own_processes:
+        size = min(share, rollout.batch_size or share)
+    if size > 1:
+        return f"set rollout.batch_size={size // 2} instead of {size}"
     if phase == "reward":
         return "give the reward that runs on the GPU a smaller batch_size, or device: cpu"
     return "take fewer images a step (rollout.prompts_per_step), or a GPU with more memory"
