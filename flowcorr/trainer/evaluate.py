@@ -32,7 +32,7 @@ from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.run_config import imported_by_eval, read_config
 from flowcorr.trainer.served import ServedBase
 from flowcorr.trainer.setup import build_run
-from flowcorr.trainer.state import restore_actor
+from flowcorr.trainer.state import restore_weights
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ def evaluate_run(
     reward = replace(config.reward, placement="local")
     run, data = build_run(replace(config, rollout=rollout, reward=reward))
     try:
-        restore_actor(run.actor, chosen, state)
+        restore_weights(run.actor.weights, chosen, state)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise CheckpointError(f"checkpoint {chosen} is damaged: {type(error).__name__}: {error}") from error
     return chosen, evaluate(run, data.heldout)

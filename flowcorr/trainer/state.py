@@ -9,8 +9,8 @@ from pathlib import Path
 from torch import Tensor
 
 from flowcorr import config as configs
-from flowcorr.actor import DiffusionActor
 from flowcorr.actor.update import scheduled_lr
+from flowcorr.actor.weights import TrainedWeights
 from flowcorr.config.schema import Config
 from flowcorr.distributed import fsdp
 from flowcorr.errors import CheckpointError, ConfigError
@@ -85,8 +85,12 @@ def restore(run: TrainingRun, folder: Path, state: TrainingState) -> None:
             f"the prompts of data.path={data.path!r} or data.heldout_path={data.heldout_path!r} are not those that the "
             f"run of {folder} began with; put the files back, or begin another run with --out"
         )
-    actor = run.actor
-    restore_actor(actor, folder, state)
+    actor, optimizer = run.actor, run.actor.optimizer
+    restore_weights(actor.weights, folder, state)
+    optimizer.adamw.load_state(state.group("optimizer"))
+    optimizer.loss_scale.load_state(state.group("loss_scale"))
+    optimizer.bands.restore(state.group("bands"))
+    actor.scorer.rows = state.facts["pass_rows"]
     older = [
         Weights(version=version, tensors=actor.weights.like_parameters(state.group(f"history_{place}")))
         for place, version in enumerate(state.facts["history_versions"][:-1])
@@ -97,23 +101,19 @@ def restore(run: TrainingRun, folder: Path, state: TrainingState) -> None:
     run.prompts.position = state.facts["data_position"]
 
 
-def restore_actor(actor: DiffusionActor, folder: Path, state: TrainingState) -> None:
-    """Restore an actor's weights, optimizer and averaged weights from the state in checkpoint `folder`.
+def restore_weights(weights: TrainedWeights, folder: Path, state: TrainingState) -> None:
+    """Restore weights and their average from the state in checkpoint `folder`: all that an evaluation needs.
 
     Raises:
         CheckpointError: the checkpoint belongs to another model or adapter.
     """
     try:
-        actor.weights.load(state.group("weights"))
+        weights.load(state.group("weights"))
     except ValueError as error:
         raise CheckpointError(f"checkpoint {folder} does not fit this run: {error}") from error
-    actor.optimizer.adamw.load_state(state.group("optimizer"))
-    actor.optimizer.loss_scale.load_state(state.group("loss_scale"))
-    actor.optimizer.bands.restore(state.group("bands"))
-    if actor.weights.average is not None:
-        actor.weights.average = actor.weights.like_parameters(state.group("ema"))
-    actor.weights.version = state.facts["version"]
-    actor.scorer.rows = state.facts["pass_rows"]
+    if weights.average is not None:
+        weights.average = weights.like_parameters(state.group("ema"))
+    weights.version = state.facts["version"]
 
 
 def warn_of_another_schedule(config: Config, state: TrainingState) -> None:

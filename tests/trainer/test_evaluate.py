@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from flowcorr import config, trainer
+from flowcorr.actor.adamw import AdamW
 from flowcorr.errors import BackendError, CheckpointError, ConfigError
 from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer import checkpoint
@@ -168,6 +169,16 @@ def test_an_evaluation_may_have_its_own_size(finished):
         ConfigError, match="trainer.eval_height=17, trainer.eval_width=None: .* must be a multiple"
     ):
         trainer.evaluate_run(finished, overrides=("trainer.eval_height=17",))
+
+
+def test_an_evaluation_restores_no_optimizer(finished, monkeypatch):
+    """Its moments are as large as two copies of the weights."""
+
+    def refuse(self, state):
+        raise AssertionError
+
+    monkeypatch.setattr(AdamW, "load_state", refuse)
+    assert trainer.evaluate_run(finished, which="last")[1].metrics
 
 
 def test_evaluate_run_refuses_what_does_not_fit(finished, tmp_path):
