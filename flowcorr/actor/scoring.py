@@ -166,8 +166,9 @@ class Scorer:
         empty = [rank for rank, (_, samples) in enumerate(ranks) if not samples]
         if empty:
             raise BatchError(
-                f"all samples of rank {empty[0]} were dropped, and actor.fsdp=True needs one on each rank; use more "
-                "prompts a rank (rollout.prompts_per_step), or find out why the reward failed (reward.on_error)"
+                f"all samples of rank {empty[0]} were dropped, and actor.fsdp=True needs one on each rank; find out "
+                "why the reward failed (reward.on_error), or use more prompts a rank (rollout.prompts_per_step) in "
+                "a new run"
             )
         return max(count for count, _ in ranks) - num_micro_batches
 

@@ -27,12 +27,12 @@ def find_broken(
     lost = ~torch.stack([part.isfinite().flatten(1).all(1) for part in latents]).all(0)
     undecoded = ~finite_images.to(lost.device) & ~lost
     diverged = (
-        f"its latents are not finite: the weights have diverged, or {samples_in} overflows; lower actor.lr, or use "
-        "another dtype"
+        f"its latents are not finite: the weights have diverged, or {samples_in} overflows; lower actor.lr or use "
+        "another dtype in a new run"
     )
     overflowed = (
         f"its latents are finite and its decoded pixels are not: the VAE overflows in {decodes_in}, or its weights are "
-        "damaged; use another dtype, or check the model's files"
+        "damaged; check the model's files, or use another dtype in a new run"
     )
     causes = dict.fromkeys(lost.nonzero().flatten().tolist(), diverged)
     return causes | dict.fromkeys(undecoded.nonzero().flatten().tolist(), overflowed)

@@ -154,7 +154,8 @@ def _metrics(run: TrainingRun, scores: Mapping[str, np.ndarray]) -> dict[str, fl
         if num_failed and name in finite and not len(finite[name]):
             raise BackendError(
                 f"eval/{name} has no score: {num_failed} of {num_images} held-out images failed, and the log says why; "
-                "mend that, or give prompts that the reward can score in data.heldout_path, then resume the run"
+                "mend that and resume the run, or give prompts that the reward can score in data.heldout_path "
+                "in a new run"
             )
     metrics = {f"eval/{name}": float(values.mean()) for name, values in finite.items() if len(values)}
     metrics["eval/reward_std"] = float(finite["reward"].std(ddof=1)) if len(finite["reward"]) > 1 else 0.0

@@ -156,7 +156,7 @@ def behaviour_weights(actor: DiffusionActor, history: Sequence[Weights], version
             f"the rollout engine says that weights of version {version} sampled, and keeps only {sorted(kept)}: "
             "Rollout.policy_versions has to be the Weights.version of the sync whose weights sampled, and the engine's "
             "history has to keep these weights until the next sync. An engine that cannot keep them needs "
-            "rollout.drift_every: 0, rollout.replay_every: 0 and actor.old_policy: current"
+            "rollout.drift_every: 0, rollout.replay_every: 0 and, in a new run, actor.old_policy: current"
         )
     with (
         contextlib.nullcontext() if version == actor.weights.version else actor.weights.swapped(kept[version])

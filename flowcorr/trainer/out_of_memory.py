@@ -64,4 +64,4 @@ def _remedy(config: Config, phase: str, micro_batch: Callable[[], int] | None) -
         return f"set rollout.batch_size={size // 2} instead of {size}"
     if phase == "reward":
         return "give the reward that runs on the GPU a smaller batch_size, or device: cpu"
-    return "take fewer images a step (rollout.prompts_per_step), or a GPU with more memory"
+    return "use a GPU with more memory, or fewer images a step (rollout.prompts_per_step) in a new run"

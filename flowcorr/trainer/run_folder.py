@@ -45,6 +45,7 @@ _MAY_CHANGE = (
     }
     | {"model.offload_text_encoders", "reward.on_error"}  # errors advise them, as some of `rollout`
     | {f"rollout.{key}" for key in ("ray_address", "scheduling", "drift_every", "replay_every", "batch_size")}
+    | {"rollout.engine.weight_sync"}
     | frozenset(
         f"trainer.{key}"
         for key in (
@@ -67,6 +68,7 @@ _MAY_CHANGE = (
     )
 )
 
+_REWARD_MAY_CHANGE = ("device", "batch_size")  # where a reward's model computes, and how much at once
 _SERVICES = ("http", "vlm_judge")
 _SERVICE_MAY_CHANGE = (  # where a service is, and how it is asked
     *("url", "base_url", "token_env", "api_key_env", "verify"),
@@ -266,11 +268,10 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -
 
 
 def _scoring(terms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Terms of a reward without the options of services that may change."""
+    """Terms of a reward without the options that may change."""
     scoring = []
     for term in terms:
-        options = term["options"]
-        if term["name"] in _SERVICES:
-            options = {name: options[name] for name in options if name not in _SERVICE_MAY_CHANGE}
+        may_change = _SERVICE_MAY_CHANGE if term["name"] in _SERVICES else _REWARD_MAY_CHANGE
+        options = {name: value for name, value in term["options"].items() if name not in may_change}
         scoring.append({**term, "options": options})
     return scoring

@@ -47,12 +47,22 @@ def test_claim_names_the_keys_that_differ(tmp_path):
         "rollout.batch_size=1",
         "model.offload_text_encoders=true",
         "actor.micro_batch_size=1",
+        "rollout.engine.weight_sync=lora_path",
+        "reward.terms=[{name: pickscore, options: {device: cpu}}]",
+        "reward.terms=[{name: pickscore, options: {device: cuda, batch_size: 4}}]",
     ],
 )
 def test_what_errors_advise_may_change(tmp_path, override):
-    run_folder.claim(tmp_path, small_config("trainer.device=cuda"), resume=False)
+    begun = (
+        "trainer.device=cuda",
+        "rollout.name=vllm_omni",
+        "reward.terms=[{name: pickscore, options: {device: cuda}}]",
+    )
+    run_folder.claim(tmp_path, small_config(*begun), resume=False)
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
-    run_folder.claim(tmp_path, small_config("trainer.device=cuda", override), resume=True)
+    run_folder.claim(tmp_path, small_config(*begun, override), resume=True)
+    with pytest.raises(ConfigError, match="rollout.n was"):
+        run_folder.claim(tmp_path, small_config(*begun, override, "rollout.n=3"), resume=True)
 
 
 @pytest.mark.parametrize(

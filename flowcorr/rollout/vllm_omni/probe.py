@@ -60,7 +60,7 @@ class Velocities:
             if not bool(velocity.isfinite().all()):
                 raise BackendError(
                     f"the {side}'s velocity is not finite: the weights have diverged, or its dtype overflows; lower "
-                    "actor.lr, or use another model.dtype or rollout.dtype"
+                    "actor.lr or use another model.dtype or rollout.dtype in a new run"
                 )
 
 
