@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 
 from flowcorr.actor import DiffusionActor
@@ -65,6 +66,7 @@ class TrainingRun:
 
     def close(self) -> None:
         """End the processes of the engine, and the processes or the thread of the reward."""
-        self.engine.close()
-        if isinstance(self.reward, RayReward | ThreadReward):
-            self.reward.close()
+        with contextlib.ExitStack() as closing:  # the reward too, if the engine's `close` fails
+            if isinstance(self.reward, RayReward | ThreadReward):
+                closing.callback(self.reward.close)
+            closing.callback(self.engine.close)

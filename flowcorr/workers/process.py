@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ class FlowcorrWorker:
 
     def __init__(self, path: Sequence[str]) -> None:
         sys.path += [folder for folder in path if folder not in sys.path]
+        self._object: Any = None
 
     def start(self, build: Callable[[], Any], num_threads: int | None) -> dict[str, Any]:
         """Make the object; returns node, host, process and GPUs."""
@@ -52,5 +52,5 @@ class FlowcorrWorker:
 
     def close(self) -> None:
         """Close the object, if it has a `close`."""
-        with contextlib.suppress(AttributeError):
+        if hasattr(self._object, "close"):
             self._object.close()

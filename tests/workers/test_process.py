@@ -37,7 +37,21 @@ def test_it_makes_calls_and_closes_the_object(tmp_path, monkeypatch):
     assert Counter.closed
 
 
-def test_an_object_without_close_is_left():
+@pytest.mark.parametrize("start", [True, False])
+def test_without_an_object_that_can_be_closed_nothing_is_closed(start):
     worker = FlowcorrWorker([])
-    worker.start(dict, None)
+    if start:
+        worker.start(dict, None)
     worker.close()
+
+
+class Unclosable:
+    def close(self):
+        self.file.close()
+
+
+def test_an_error_of_close_is_not_hidden():
+    worker = FlowcorrWorker([])
+    worker.start(Unclosable, None)
+    with pytest.raises(AttributeError, match="file"):
+        worker.close()
