@@ -358,7 +358,7 @@ def _check_resources(section: str, num_workers: int, resources: Mapping[str, flo
     """Raise `ConfigError` if a cluster that cannot grow has no room for all workers."""
     import ray
 
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = distributed.ranks_here()
     if ranks > 1 and resources.get("num_gpus"):
         raise ConfigError(
             f"{section}.worker_resources.num_gpus={resources['num_gpus']:g} would take the GPUs on which {ranks} ranks "

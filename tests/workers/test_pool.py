@@ -252,7 +252,7 @@ def test_what_a_local_cluster_cannot_hold_is_an_error_at_once(monkeypatch):
 
 def test_a_local_cluster_hands_out_no_gpus_that_ranks_train_on(monkeypatch):
     monkeypatch.setattr(Cluster, "local", True)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(distributed, "ranks_here", lambda: 8)
     with pytest.raises(
         ConfigError, match=r"num_gpus=1 would take the GPUs on which 8 ranks train, .* RAY_ADDRESS"
     ):
