@@ -34,7 +34,7 @@ class PromptSet:
     heldout: tuple[Prompt, ...]
 
 
-def load_prompts(data: DataConfig, *, seed: int = 0) -> PromptSet:
+def load_prompts(data: DataConfig) -> PromptSet:
     """Read prompts and split them.
 
     A `.txt` file holds one prompt a line; the words in its one pair of double quotes are its target. A `.jsonl` file
@@ -51,14 +51,13 @@ def load_prompts(data: DataConfig, *, seed: int = 0) -> PromptSet:
     Args:
         data: the files, or `tiny_words`, and how they are read. Of held-out prompts, each one counts once, and those
             with the smallest hashes are kept.
-        seed: chooses among the embedded words; a file ignores it.
 
     Raises:
         ConfigError: a file is missing, empty or malformed (the message names file and line), prompts have unequal
             numbers of reference images, or a side of the split is empty.
     """
     if data.path == TINY_WORDS:
-        return _tiny_words(data.num_train, data.num_heldout, seed)
+        return _tiny_words(data.num_train, data.num_heldout)
     prompts = _read(data, "path", data.path)
     if data.heldout_path is None:
         split = f"data.heldout_fraction={data.heldout_fraction}"
@@ -210,18 +209,16 @@ class PromptStream:
         return self._prompts[self._order[place]]
 
 
-def _tiny_words(num_train: int, num_heldout: int, seed: int) -> PromptSet:
+def _tiny_words(num_train: int, num_heldout: int) -> PromptSet:
     return PromptSet(
-        train=_word_prompts("data.num_train", train_words, num_train, seed),
-        heldout=_word_prompts("data.num_heldout", heldout_words, num_heldout, seed),
+        train=_word_prompts("data.num_train", train_words, num_train),
+        heldout=_word_prompts("data.num_heldout", heldout_words, num_heldout),
     )
 
 
-def _word_prompts(
-    key: str, draw: Callable[[int, int], list[str]], number: int, seed: int
-) -> tuple[Prompt, ...]:
+def _word_prompts(key: str, draw: Callable[[int], list[str]], number: int) -> tuple[Prompt, ...]:
     try:
-        words = draw(number, seed)
+        words = draw(number)
     except ValueError as error:
         raise ConfigError(f"{key}={number!r} cannot be drawn from data.path={TINY_WORDS}: {error}") from error
     return tuple(Prompt(text=word, target=word) for word in words)

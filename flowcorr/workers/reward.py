@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
 from typing import Any
@@ -89,11 +89,6 @@ class RayReward:
             for shard, shard_prompts in zip(shards, prompts, strict=True)
         ]
         return _PendingReward(self, scores, sum(map(len, prompts)))
-
-    @property
-    def places(self) -> list[Mapping[str, Any]]:
-        """Node and process of each worker."""
-        return self._workers.places
 
     def close(self) -> None:
         """Stop the workers, and the cluster if it was started here."""

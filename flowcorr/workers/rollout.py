@@ -104,11 +104,6 @@ class RayRollout:
     # Weights ---------------------------------------------------------------------------------------------
 
     @property
-    def version(self) -> int:
-        """Optimizer updates behind the weights that the next training step is sampled with."""
-        return self.weights_for(0).weights.version if self._history else 0
-
-    @property
     def history(self) -> list[Weights]:
         """The versions that shards may still be sampled with, oldest first."""
         return [synced.weights for synced in self._history]

@@ -31,7 +31,7 @@ class Meanwhile(Silent):
 
     def parts(self, parts):
         self.engine = parts.engine
-        self.places.update(engine=parts.engine.places, reward=parts.reward.places)
+        self.places.update(engine=parts.engine.places, reward=parts.reward._workers.places)
 
     def on_phase(self, name):
         if name == "rollout" and self.done + 1 in self.deeds:

@@ -158,7 +158,7 @@ def test_a_killed_reward_worker_is_replaced_and_its_share_scored_elsewhere(
 ):
     """And secrets of options reach no log, neither by this nor by an image that fails."""
     events.clear()
-    os.kill(remote.places[0]["pid"], signal.SIGKILL)
+    os.kill(remote._workers.places[0]["pid"], signal.SIGKILL)
     found, failed = score_batch(remote, images, prompts)
     expected, _ = score_batch(local, images, prompts)
     assert_same(found, expected)
