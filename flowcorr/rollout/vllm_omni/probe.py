@@ -172,7 +172,7 @@ class ShippedProbe:
 
     def velocity(self, weights: Weights) -> Tensor:
         """See `ActorProbe`."""
-        assert weights.probe_velocity is not None, "`RayPool` adds the actor's velocity to all weights"
+        assert weights.probe_velocity is not None, "`RayRollout` adds the actor's velocity to all weights"
         return weights.probe_velocity
 
 
