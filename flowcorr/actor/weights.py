@@ -42,7 +42,7 @@ class TrainedWeights:
         version: optimizer updates that made them.
         average: the exponential moving average in float32 or better, where `actor.ema` asks for one.
         untrained: a copy of the transformer before training in host memory, without quantized layers, where an engine
-            in this process cannot share the trained one; else the transformer itself.
+            in this process cannot share the trained one; else the transformer itself. None once an engine has it.
         reference: a copy of the transformer before training, where `actor.kl_coef` needs one; else the transformer
             itself, from which an adapter can be taken out.
         sharded: whether each rank holds a shard of the transformer, so that a forward pass needs all ranks.

@@ -268,6 +268,7 @@ def _build_engine(
     """The rollout engine that `rollout` asks for."""
     if config.rollout.placement == "ray":
         return RayRollout(config, probe=probe, on_event=on_event)
-    return build_backend(
-        config, actor.family, merge=actor.weights.merged, base=actor.weights.untrained, probe=probe
-    )
+    weights = actor.weights
+    engine = build_backend(config, actor.family, merge=weights.merged, base=weights.untrained, probe=probe)
+    weights.untrained = None  # the engine has a copy of its own
+    return engine

@@ -1,14 +1,18 @@
 """What is quick to fail comes before a model is loaded, and what only a loaded model tells is told then."""
 
+import gc
 import json
 import sys
+import weakref
 
 import pytest
 import torch
 from PIL import Image
 
 from flowcorr import config
+from flowcorr.actor import weights
 from flowcorr.errors import BackendError, ConfigError, MissingExtraError
+from flowcorr.models.quantized import whole_copy
 from flowcorr.rewards import ThreadReward, WeightedSum
 from flowcorr.trainer import setup
 from flowcorr.trainer.setup import build_run
@@ -178,6 +182,22 @@ def test_text_encoders_that_do_not_fit_are_an_error_that_names_their_key(monkeyp
     monkeypatch.setattr(setup, name, fill)
     with pytest.raises(BackendError, match=rf"memory in {phase} .*: set model\.offload_text_encoders=true;"):
         build_run(config.load("tiny_jpeg_lora"))
+
+
+def test_the_transformer_before_training_is_gone_once_the_engine_has_copied_it(monkeypatch):
+    """It would fill the host's memory during the whole run."""
+    copies = []
+
+    def noted(*arguments):
+        copied = whole_copy(*arguments)
+        copies.append(weakref.ref(copied))
+        return copied
+
+    monkeypatch.setattr(weights, "whole_copy", noted)
+    run, _ = build_run(small_config("rollout.emulate=int8"))
+    gc.collect()
+    assert [copied() for copied in copies] == [None]
+    run.close()
 
 
 def test_guidance_that_the_loaded_model_does_not_read_warns():
