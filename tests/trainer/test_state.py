@@ -110,7 +110,8 @@ def when_saved(folder, step, then):
 def test_killed_after_a_signal_a_run_loses_the_step_in_flight_alone(kind, phase, request, tmp_path):
     """As by a scheduler that does not wait until the step is done."""
     whole, begun = request.getfixturevalue(kind)
-    settings = config.load(whole / "config.yaml", ["trainer.save_every=99"])
+    # Nothing is deleted while the folder is copied.
+    settings = config.load(whole / "config.yaml", ["trainer.save_every=99", "trainer.keep_checkpoints=9"])
     folder, killed = shutil.copytree(begun, tmp_path / "run"), tmp_path / "killed"
     recorder = Recorder(2, when_saved(folder, 3, lambda: shutil.copytree(folder, killed)), phase=phase)
     trainer.train(settings, folder, resume=True, observer=recorder)
