@@ -135,6 +135,11 @@ def test_import_is_cheap(statement):
 ANSWERED_WITHOUT_TORCH = {
     "--help": 0,
     "presets": 0,
+    "explain kl clip_noise_fraction clipped": 0,
+    "explain ESS decoupled_seq_is actor.clip_ratio": 0,
+    "explain lora wrong_prompt one_step jump worker reward_hacking step_z": 0,
+    "explain Loss Mode Engine RolloutEngine Metric Rule Reward": 0,
+    "explain kll": 2,
     "completion bash": 0,
     "nonsense": 2,
     "train tiny_ocr_lora --lrr 1": 2,

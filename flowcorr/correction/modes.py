@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # A normal term lies beyond 6 robust standard deviations once in 5e8 times.
 OUTLIER_Z = 6.0
+MAD_TO_STD = 1.4826  # of a median absolute deviation, for a normal distribution
 _UPPER = "one upper bound, or auto, or inf, which only measures"
 
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flowcorr.correction.modes import OUTLIER_Z
+from flowcorr.correction.modes import MAD_TO_STD, OUTLIER_Z
 from flowcorr.distributed import Group, gather_rows
 
-MAD_TO_STD = 1.4826  # of a normal distribution
 # A spread is itself an estimate: a row of 8 normal terms has a false outlier in 3 of 100 batches, one of 24 in 3 of
 # 1000, one of 96 in none of 20000.
 MIN_TERMS = 8

@@ -1,43 +1,8 @@
-"""Several processes that train together: collectives over the ranks, and how ranks join and leave."""
+"""Several processes that train together: collectives over the ranks, and how ranks join and leave.
 
-from flowcorr.distributed.ranks import (
-    Group,
-    RankError,
-    add_up,
-    fail_together,
-    from_main,
-    gather,
-    gather_on_main,
-    gather_rows,
-    is_main,
-    local_indices,
-    publish,
-    published,
-    rank,
-    ranks_here,
-    report_failure,
-    world_size,
-)
-from flowcorr.distributed.start import leave_ranks, local_device, start_ranks
+Names are imported when they are first used: tools that read a run's files need no torch.
+"""
 
-__all__ = [
-    "Group",
-    "RankError",
-    "add_up",
-    "fail_together",
-    "from_main",
-    "gather",
-    "gather_on_main",
-    "gather_rows",
-    "is_main",
-    "leave_ranks",
-    "local_device",
-    "local_indices",
-    "publish",
-    "published",
-    "rank",
-    "ranks_here",
-    "report_failure",
-    "start_ranks",
-    "world_size",
-]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

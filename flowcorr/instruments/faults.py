@@ -82,7 +82,6 @@ def diagnose(gaps: Mapping[int, Terms], ages: Mapping[int, Tensor] | None = None
 
 
 def _non_finite(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
-    """Log-probs of the engine or the trainer are not finite."""
     bad = {step: broken(gap) for step, gap in gaps.items()}
     hit = {step: where for step, where in bad.items() if where.any()}
     if not hit:
@@ -110,7 +109,6 @@ def _non_finite(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
 
 
 def _summed(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
-    """Log-probs are sums over the latent, where means are expected."""
     sizes = {side: _typical(_column(gaps, name)) for side, name in _SIDES.items()}
     summed = {side: size for side, size in sizes.items() if size > _LARGEST_MEAN}
     if not summed:
@@ -138,7 +136,6 @@ def _typical(values: Tensor) -> float:
 
 
 def _other_order(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
-    """The trainer's log-probs are those of the engine in another order of samples or steps."""
     rounding = _rounding_of(gaps)
     for noun, axis in (("samples", 0), ("steps", 1)):
         moved = {step: _moved(gap, axis, rounding) for step, gap in gaps.items()}
@@ -181,7 +178,6 @@ def _moved(gap: Terms, axis: int, rounding: float) -> Tensor:
 
 
 def _one_step(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
-    """The gap lies in one step of the schedule alone, nearly the same in all samples."""
     by_step, rounding = _by_step(gaps), _rounding_of(gaps)
     by_step = {index: values for index, values in by_step.items() if len(values) >= _FEWEST}
     sizes = {index: float(found.abs().median()) for index, found in by_step.items()}
@@ -212,7 +208,6 @@ def _one_step(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
 
 
 def _shared_shift(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
-    """A shift of log-probs that no two densities have: with `p` the sampler's, `E[log q - log p] <= 0` (Jensen)."""
     size, rounding = next(iter(gaps.values())).num_elements, _rounding_of(gaps)
     found: dict[int, tuple[float, float]] = {}
     for index, values in _by_step(gaps).items():
@@ -244,10 +239,7 @@ def _shared_shift(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
 
 
 def _few_samples(gaps: Mapping[int, Terms], ages: Ages) -> Finding | None:
-    """The gap of a few samples is far from that of the others; rounding affects all samples alike.
-
-    Those of older weights are not looked at, nor those without a finite difference.
-    """
+    """Samples of older weights are not looked at, nor those without a finite difference."""
     if not next(iter(gaps.values())).rollout_log_prob.shape[1]:
         return None
     found: dict[int, Tensor] = {}
@@ -309,7 +301,6 @@ def _rounding_of(gaps: Mapping[int, Terms]) -> float:
 
 
 def _stale(_: Mapping[int, Terms], ages: Ages) -> Finding | None:
-    """The weights that sampled were older than the trainer's."""
     if not ages:
         return None
     every = torch.cat([found.double() for found in ages.values()])
@@ -338,7 +329,7 @@ RULES: Mapping[str, Rule] = {
     "few_samples": _few_samples,
     "stale": _stale,
 }
-"""By cause, the one that hides the others first."""
+"""By cause, the one that hides the others first; `fault_words` says what each means."""
 
 
 def _named(noun: str, numbers: Sequence[int]) -> str:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowcorr.instruments.metrics.metric import Rule
-from flowcorr.rewards.combine import IMAGE_STATISTICS
+from flowcorr.instruments.metrics.of_run import RUN
 
 PREFIX = "reward/image/"
+_METRICS = [row.name for row in RUN if row.name.startswith(PREFIX)]
 _SHARES = ("dark", "saturated")
 _SHARE_LIMIT = 0.25  # change of a share of pixels
 _FACTOR_LIMIT = 2.0  # change of another statistic, up or down
@@ -53,11 +54,11 @@ def largest_drift(metrics: Mapping[str, Any], start: Mapping[str, Any]) -> Image
     A reward may log scores of its own below `PREFIX`, which tell nothing.
     """
     drifts = []
-    for statistic in IMAGE_STATISTICS:
-        name = f"{PREFIX}{statistic}"
+    for name in _METRICS:
         begin, now = start.get(name), metrics.get(name)
         if begin is not None and now is not None and begin >= 0 and now >= 0:
-            drifts.append(ImageDrift(metric=name, start=begin, now=now, size=_size(statistic, begin, now)))
+            size = _size(name.removeprefix(PREFIX), begin, now)
+            drifts.append(ImageDrift(metric=name, start=begin, now=now, size=size))
     return max(drifts, key=lambda drift: drift.size, default=None)
 
 

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from flowcorr.correction.modes import OUTLIER_Z
-from flowcorr.correction.robust import MAD_TO_STD
+from flowcorr.correction.modes import MAD_TO_STD, OUTLIER_Z
 from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.metrics.metric import DOCTOR, Rule
 from flowcorr.rollout.precision import NO_GAP

@@ -17,8 +17,7 @@ from statistics import fmean, median
 from types import MappingProxyType
 from typing import Any
 
-from flowcorr.correction.modes import OUTLIER_Z
-from flowcorr.correction.robust import MAD_TO_STD
+from flowcorr.correction.modes import MAD_TO_STD, OUTLIER_Z
 from flowcorr.instruments.finding import Column, Finding, Table
 from flowcorr.instruments.metrics.metric import Rule
 from flowcorr.trainer.events import EVENTS_FILE, read_events

@@ -12,16 +12,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.nn.functional import linear
 
 from flowcorr.errors import ConfigError
 from flowcorr.records import Prompt
 from flowcorr.rewards.base import RewardOutput
-from flowcorr.rewards.clip import Clip, ClipDtype, check_clip_options, load_clip
+from flowcorr.rewards.options import ClipDtype, check_clip_options
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flowcorr.rewards.clip import Clip
 
 _WEIGHT = re.compile(r"layers\.(\d+)\.weight")
 _CONVERT = (
@@ -76,10 +79,12 @@ class Aesthetic:
         """Score images `[B, H, W, 3]` uint8."""
         values = self._clip().embed_images(images, self.batch_size)
         for weight, bias in load_head(self.head):
-            values = linear(values, weight, bias)
+            values = values @ weight.T + bias
         return RewardOutput(scores=values.squeeze(-1).double().numpy())
 
     def _clip(self) -> Clip:
+        from flowcorr.rewards.clip import load_clip
+
         return load_clip(self.name, self.path, self.path, self.device, self.dtype)
 
 
@@ -118,10 +123,13 @@ def load_head(path: str) -> tuple[tuple[Tensor, Tensor], ...]:
 def _is_chain(tensors: Mapping[str, Tensor], places: list[int]) -> bool:
     """Whether each layer takes what the one before it gives, and the last gives one number."""
     weights = [tensors[f"layers.{place}.weight"] for place in places]
-    biases = [tensors.get(f"layers.{place}.bias", torch.empty(0)) for place in places]
+    biases = [tensors.get(f"layers.{place}.bias") for place in places]
     return (
         all(weight.dim() == 2 for weight in weights)
-        and all(bias.shape == weight.shape[:1] for weight, bias in zip(weights, biases, strict=True))
+        and all(
+            bias is not None and bias.shape == weight.shape[:1]
+            for weight, bias in zip(weights, biases, strict=True)
+        )
         and all(after.shape[1] == before.shape[0] for before, after in pairwise(weights))
         and weights[-1].shape[0] == 1
     )

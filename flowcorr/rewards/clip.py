@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +15,8 @@ from torch.nn.functional import normalize
 from flowcorr import hub
 from flowcorr.devices import named_device
 from flowcorr.errors import ConfigError, one_sentence
-from flowcorr.rewards.options import check_choice, check_text, check_whole
+from flowcorr.rewards.options import ClipDtype
 
-ClipDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 _CONVERT = (
     "Weights are read from safetensors only, since loading a pickle can run code. Convert it once, if you trust it: "
     "python -c \"from transformers import CLIPModel as M; M.from_pretrained('{}').save_pretrained('converted')\""
@@ -129,14 +128,6 @@ def load_clip(reward: str, path: str, processor: str, device: str, dtype: ClipDt
     model.eval().requires_grad_(False).to(where)
     # The model's own device: in a thread, `cuda` alone may name another GPU.
     return Clip(model=model, processor=loaded, device=model.device, dtype=DTYPES[dtype])
-
-
-def check_clip_options(reward: str, dtype: str, batch_size: int, **texts: str) -> None:
-    """Check the options of a reward on CLIP; `texts` are those that are text, by their names."""
-    for option, text in texts.items():
-        check_text(reward, option, text)
-    check_choice(reward, "dtype", dtype, list(DTYPES))
-    check_whole(reward, "batch_size", batch_size, 1)
 
 
 def _batches(items: Any, batch_size: int) -> Iterator[Any]:

@@ -9,10 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from flowcorr.advantages import group_advantages
 from flowcorr.config.task import RewardTerm
 from flowcorr.errors import BackendError, ConfigError, unknown_choice
 from flowcorr.imports import import_target
@@ -184,39 +181,6 @@ class WeightedSum:
         return errors
 
 
-def training_scores(output: RewardOutput, terms: Sequence[RewardTerm], group_ids: Tensor) -> Tensor:
-    """The scores that advantages are taken of: `sum_k weight_k * reward_k`, each term normalised as it asks.
-
-    `normalize: group` makes a term `(reward - mean of its group) / (std of its group)` before it is weighted and
-    summed, so that its weight says how much it counts whatever its unit and spread: with
-    `algorithm.advantage_std: global` these are the advantages of GDPO, arXiv:2601.05242, section 3, and so are those
-    of several rewards in DanceGRPO, arXiv:2505.07818, but for the last division. `global` divides by the std of all
-    rewards of the step. Raw scores are what is logged and evaluated, since a normalised one has mean 0 by
-    construction.
-
-    Args:
-        output: the scores of a `WeightedSum`, of samples that did not fail.
-        terms: its terms.
-        group_ids: `[B]`; samples of one prompt share one.
-
-    Returns:
-        `[B]` float64, on the device of `group_ids`; the output's scores where no term is normalised.
-    """
-    device = group_ids.device
-    if all(term.normalize == "none" for term in terms):
-        return torch.as_tensor(output.scores, device=device)
-    total = torch.zeros(len(output.scores), dtype=torch.float64, device=device)
-    unscored = np.full(len(output.scores), np.nan)  # where all samples of this rank failed
-    for term in terms:
-        scores = torch.as_tensor(output.terms.get(_label(term), unscored), device=device)
-        rows = ~scores.isnan()  # samples that it scores
-        scores = scores[rows]
-        if term.normalize != "none":
-            scores = group_advantages(scores, group_ids[rows], std=term.normalize)
-        total[rows] += term.weight * scores
-    return total
-
-
 def build_reward(
     terms: Sequence[RewardTerm], gold: Sequence[RewardTerm] = (), *, timeout: float | None = None
 ) -> WeightedSum:
@@ -307,7 +271,7 @@ def known_scores(
             extras = _stated_extras(term, own)
             if extras is None:
                 return None
-            label = prefix + _label(term)
+            label = prefix + label_of(term)
             lone = not prefix and len(terms) == 1
             names.update(extras if lone else (label, *(f"{label}_{extra}" for extra in extras)))
     return names
@@ -320,14 +284,15 @@ def _stated_extras(term: RewardTerm, own: bool) -> Sequence[str] | None:
 
 
 def _labels(key: str, terms: Sequence[RewardTerm]) -> list[str]:
-    labels = [_label(term) for term in terms]
+    labels = [label_of(term) for term in terms]
     repeated = [label for label in labels if labels.count(label) > 1]
     if repeated:
         raise ConfigError(f"{key} has several terms named {repeated[0]!r}; give each name once")
     return labels
 
 
-def _label(term: RewardTerm) -> str:
+def label_of(term: RewardTerm) -> str:
+    """The short name of a term, under which its scores are logged."""
     return term.name.rpartition(":")[2]
 
 

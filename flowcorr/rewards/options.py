@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal, TypeAlias, get_args
 
 from flowcorr.errors import ConfigError, unknown_choice
+
+ClipDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
+"""Dtypes that rewards on CLIP compute in."""
 
 
 def check_whole(reward: str, option: str, value: object, minimum: int) -> None:
@@ -32,6 +36,14 @@ def check_choice(reward: str, option: str, value: object, choices: Sequence[str]
     """Check one of several names."""
     if value not in choices:
         raise ConfigError(unknown_choice(f"reward {reward}: {option}", value, choices))
+
+
+def check_clip_options(reward: str, dtype: str, batch_size: int, **texts: str) -> None:
+    """Check the options of a reward on CLIP; `texts` are those that are text, by their names."""
+    for option, text in texts.items():
+        check_text(reward, option, text)
+    check_choice(reward, "dtype", dtype, get_args(ClipDtype))
+    check_whole(reward, "batch_size", batch_size, 1)
 
 
 def _shown(value: object) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flowcorr.records import Prompt
 from flowcorr.rewards.base import RewardOutput
-from flowcorr.rewards.clip import Clip, ClipDtype, check_clip_options, load_clip
-from flowcorr.rewards.options import check_positive
+from flowcorr.rewards.options import ClipDtype, check_clip_options, check_positive
+
+if TYPE_CHECKING:
+    from flowcorr.rewards.clip import Clip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,4 +60,6 @@ class PickScore:
         return RewardOutput(scores=logits / self.divisor, extra={"logit": logits})
 
     def _clip(self) -> Clip:
+        from flowcorr.rewards.clip import load_clip
+
         return load_clip(self.name, self.path, self.processor, self.device, self.dtype)

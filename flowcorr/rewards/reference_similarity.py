@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flowcorr.records import Prompt
 from flowcorr.rewards.base import RewardOutput
-from flowcorr.rewards.clip import Clip, ClipDtype, check_clip_options, load_clip
+from flowcorr.rewards.options import ClipDtype, check_clip_options
 from flowcorr.rewards.references import needed_references
+
+if TYPE_CHECKING:
+    from flowcorr.rewards.clip import Clip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,4 +63,6 @@ class ReferenceSimilarity:
         return RewardOutput(scores=np.array([float(row.double().mean()) for row in cosines]))
 
     def _clip(self) -> Clip:
+        from flowcorr.rewards.clip import load_clip
+
         return load_clip(self.name, self.path, self.path, self.device, self.dtype)

@@ -1,16 +1,8 @@
-"""Rollout engines: what samples the trajectories."""
+"""Rollout engines: what samples the trajectories.
 
-from flowcorr.rollout.base import OnImages, RolloutEngine, Weights, ignore_images
-from flowcorr.rollout.in_process import InProcessEngine
-from flowcorr.rollout.sampler import decode, sample_ode, sample_sde_window
+Names are imported when they are first used: health rules read the table of roundings, without torch.
+"""
 
-__all__ = [
-    "InProcessEngine",
-    "OnImages",
-    "RolloutEngine",
-    "Weights",
-    "decode",
-    "ignore_images",
-    "sample_ode",
-    "sample_sde_window",
-]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from flowcorr import distributed
 from flowcorr.config.engines import resolve_engine
 from flowcorr.config.schema import Config, Dtype
-from flowcorr.records import Images, Rollout
 
-Merge = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flowcorr.records import Images, Rollout
+
+Merge: TypeAlias = "Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]"
 """Trained tensors -> the transformer's weights under diffusers' names, adapters merged, see `lora.merged_weights`."""
-OnImages = Callable[[Images], None]
+OnImages: TypeAlias = "Callable[[Images], None]"
 """Called with the images of some samples as soon as they are decoded, in the order of the samples."""
 
 

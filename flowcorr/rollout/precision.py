@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
 from flowcorr.config.engines import ENGINES, trains_coarser
-from flowcorr.config.schema import Config, SamplingConfig
-from flowcorr.sde import transition
+from flowcorr.config.schema import Config
 
 NO_GAP = (
     1e-5  # of the velocity: nothing to explain; two stacks in float32 agree to 6e-7, under guidance to 3e-6
@@ -19,9 +16,6 @@ MARGIN = 3.0  # between the largest clean gap and the gap that is too large
 _MEASURED_SCALE = 4.0
 # Of step means, in stds, that a precision explains: int4 gives .06 in early steps, and .26 to .36 in the last ones.
 LARGEST_DISTANCE = 0.4
-_VELOCITY = (
-    1.5  # root mean square of `x1 - x0`, at most, where the data have at most the variance of the noise
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,26 +93,3 @@ def usual_gap(config: Config, *, distilled: bool) -> float:
     scale = 1.0 if distilled else max(config.sampling.guidance_scale, config.sampling.true_cfg_scale)
     largest = MARGIN * max(rounding.at(scale) for rounding in roundings)
     return min(max(largest, NO_GAP), LARGEST_GAP)
-
-
-def step_distance(sampling: SamplingConfig, velocity_gap: float) -> float:
-    """The largest distance of two step means, in stds, that a gap of their velocities makes in the SDE window.
-
-    Shifted schedules take smaller steps at low noise levels than the uniform one, which therefore gives a bound.
-
-    Args:
-        sampling: schedule, transition and window.
-        velocity_gap: root mean square difference of the velocities, as a share of them.
-    """
-    first, end = sampling.sde_window_range
-    if sampling.sde_type == "cps":  # its last step has no noise, and so no log-prob
-        end = min(end, sampling.num_inference_steps - 1)
-    levels = 1 - torch.arange(first, end + 1, dtype=torch.float64) / sampling.num_inference_steps
-    sigma, sigma_next = levels[:-1], levels[1:]
-    unit = torch.ones_like(sigma)[:, None]
-    moved, still = (
-        transition(sampling.sde_type, 0 * unit, velocity, sigma, sigma_next, sampling.noise_level)
-        for velocity in (unit, 0 * unit)
-    )
-    of_unit = (moved.mean - still.mean).abs()[:, 0] / moved.std
-    return float(of_unit.max()) * _VELOCITY * velocity_gap

@@ -15,7 +15,7 @@ from torch import Tensor
 from flowcorr.metrics import Metrics, mean
 from flowcorr.records import ImageArray
 from flowcorr.rewards.jpeg import BYTES_PER_KB, jpeg_kilobytes
-from flowcorr.trainer.residuals import share
+from flowcorr.trainer.residual_terms import share
 
 DARK = 0.2  # of the largest luma
 SATURATED = 250  # of 255

@@ -21,7 +21,7 @@ from flowcorr.metrics import Metrics, Stat, maximum, mean
 from flowcorr.records import Rollout, Scores
 from flowcorr.rollout.witnesses import seeded_noise
 from flowcorr.sde.transition import over_elements
-from flowcorr.trainer.residuals import in_common, terms
+from flowcorr.trainer.residual_terms import in_common, terms
 
 _ROUNDED = (torch.bfloat16, torch.float16)  # to which an engine may round its noise
 
@@ -118,7 +118,7 @@ def scored_by_sampler(config: Config) -> bool:
 
 
 class WindowResiduals:
-    """Adds up the residuals of the window's steps, see `flowcorr.trainer.residuals`.
+    """Adds up the residuals of the window's steps, see `flowcorr.trainer.residual_terms`.
 
     Args:
         rollout: a training step's batch, with `members`.

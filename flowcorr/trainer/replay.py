@@ -49,7 +49,7 @@ from flowcorr.trainer.collect import Samples
 from flowcorr.trainer.gap_split import behaviour_weights
 from flowcorr.trainer.image_statistics import image_residuals
 from flowcorr.trainer.noise import WindowResiduals, scored_by_sampler
-from flowcorr.trainer.residuals import share, terms
+from flowcorr.trainer.residual_terms import share, terms
 from flowcorr.trainer.run import TrainingRun
 
 

@@ -3,7 +3,8 @@
 import pytest
 
 from flowcorr.instruments.image_drift import largest_drift
-from flowcorr.instruments.rules import HealthMonitor, Units, examine_run, examine_step
+from flowcorr.instruments.limits import Units
+from flowcorr.instruments.rules import HealthMonitor, examine_run, examine_step
 
 START = {
     "reward/mean": 0.5,

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from flowcorr.instruments.jumps import EARLIER, JumpDetector
-from flowcorr.instruments.rules import HealthMonitor, Units, examine_run
+from flowcorr.instruments.limits import Units
+from flowcorr.instruments.rules import HealthMonitor, examine_run
 
 GAP = "rollout_corr/logprob_abs_diff_mean"
 

@@ -6,8 +6,9 @@ import re
 
 import pytest
 
+from flowcorr.instruments.limits import Units
 from flowcorr.instruments.replicas import ReplicaMonitor, places_of, worker_table
-from flowcorr.instruments.rules import HealthMonitor, Units, examine_run
+from flowcorr.instruments.rules import HealthMonitor, examine_run
 
 WORKERS = 4
 

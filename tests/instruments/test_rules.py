@@ -5,15 +5,9 @@ from dataclasses import replace
 import pytest
 
 from flowcorr.config import load, load_mapping
+from flowcorr.instruments.limits import Units
 from flowcorr.instruments.metrics.metric import NATS
-from flowcorr.instruments.rules import (
-    HealthMonitor,
-    Units,
-    examine_run,
-    examine_step,
-    units_of,
-    units_of_setting,
-)
+from flowcorr.instruments.rules import HealthMonitor, examine_run, examine_step, units_of, units_of_setting
 from flowcorr.instruments.setting import Setting
 from flowcorr.rollout.precision import LARGEST_DISTANCE, MARGIN, ROUNDINGS
 

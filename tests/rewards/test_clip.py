@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from flowcorr.errors import ConfigError
-from flowcorr.rewards.clip import check_clip_options, load_clip
+from flowcorr.rewards.clip import load_clip
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (5, 24, 40, 3), dtype=np.uint8)
 TEXTS = ["a cat", "dog", "a cat", "a very long prompt that must be cut"]
@@ -36,14 +36,6 @@ def test_the_logit_scale_is_that_of_the_checkpoint(clip):
 
 def test_a_checkpoint_is_loaded_once(clip, clip_folder):
     assert load_clip("mine", clip_folder, clip_folder, "cpu", "float32") is clip
-
-
-def test_options_that_rewards_on_clip_share():
-    check_clip_options("mine", "bfloat16", 4)
-    with pytest.raises(ConfigError, match="reward mine: dtype='float8' is unknown"):
-        check_clip_options("mine", "float8", 4)
-    with pytest.raises(ConfigError, match="reward mine: batch_size=0 must be a whole number"):
-        check_clip_options("mine", "float32", 0)
 
 
 def test_weights_in_a_pickle_are_not_loaded(clip_folder, tmp_path):

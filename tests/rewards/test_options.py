@@ -5,7 +5,14 @@ import math
 import pytest
 
 from flowcorr.errors import ConfigError
-from flowcorr.rewards.options import check_choice, check_positive, check_text, check_whole, is_number
+from flowcorr.rewards.options import (
+    check_choice,
+    check_clip_options,
+    check_positive,
+    check_text,
+    check_whole,
+    is_number,
+)
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, "1", None])
@@ -43,3 +50,11 @@ def test_true_is_no_number():
 def test_a_text_in_place_of_a_number_is_not_shown(check):
     with pytest.raises(ConfigError, match="reward mine: batch_size=<str> must be a"):
         check("mine", "batch_size", "a key in the wrong place")
+
+
+def test_options_that_rewards_on_clip_share():
+    check_clip_options("mine", "bfloat16", 4)
+    with pytest.raises(ConfigError, match="reward mine: dtype='float8' is unknown"):
+        check_clip_options("mine", "float8", 4)
+    with pytest.raises(ConfigError, match="reward mine: batch_size=0 must be a whole number"):
+        check_clip_options("mine", "float32", 0)

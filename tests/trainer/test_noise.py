@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from flowcorr import sde
-from flowcorr.instruments.rules import Units, examine_step
+from flowcorr.instruments.limits import Units
+from flowcorr.instruments.rules import examine_step
 from flowcorr.trainer.noise import FirstScores, NoiseMeter, WindowResiduals, scored_by_sampler
 from flowcorr.trainer.residuals import RESIDUALS
 

@@ -1,11 +1,8 @@
-"""The doctor: do the rollout engine and the actor agree, and if not, which part is to blame?"""
+"""The doctor: do the rollout engine and the actor agree, and if not, which part is to blame?
 
-from flowcorr.instruments.doctor.examination import (
-    diagnose,
-    examine,
-    examine_before_start,
-    examine_dump,
-    examines_before_start,
-)
+Names are imported when they are first used: `flowcorr explain` reads the table of checks, without torch.
+"""
 
-__all__ = ["diagnose", "examine", "examine_before_start", "examine_dump", "examines_before_start"]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -26,6 +26,8 @@ class Captured:
         terms: the files of dumped terms by training step.
     """
 
+    is_captured = True
+
     def __init__(
         self,
         stack: Stack,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -37,6 +38,8 @@ class Evidence:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Exam:
     """The input of the checks; `actor` holds the weights with which `trials.base` was sampled."""
+
+    is_captured: ClassVar[bool] = False
 
     actor: DiffusionActor
     engine: RolloutEngine

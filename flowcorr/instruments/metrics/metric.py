@@ -6,10 +6,11 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from flowcorr.metrics import Stat
-from flowcorr.records import Terms
+if TYPE_CHECKING:
+    from flowcorr.metrics import Stat
+    from flowcorr.records import Terms
 
 NATS = "nats per latent element"
 DOCTOR = "find the cause with `flowcorr doctor` first"
@@ -21,7 +22,7 @@ class Rule:
     """The healthy range of a metric.
 
     Weights and rejection are judged as they were applied, by limits that are common in rollout correction of language
-    models. What depends on the run, such as its precision, has no number here: see `rules.healthy_range`.
+    models. What depends on the run, such as its precision, has no number here: see `limits.healthy_range`.
 
     Attributes:
         name: name of the rule.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Iterator
 
 from flowcorr.correction import RolloutCorrectionConfig
@@ -11,13 +12,13 @@ from flowcorr.correction.presets import NAMES
 from flowcorr.errors import ConfigError
 from flowcorr.imports import import_target
 from flowcorr.instruments.doctor.checks import CAUSES, CHECKS
-from flowcorr.instruments.faults import RULES as FAULTS_OF_TERMS
+from flowcorr.instruments.fault_words import FAULTS
 from flowcorr.instruments.metrics.metric import Metric
 from flowcorr.instruments.metrics.table import METRICS, RULES, find_metric, progress_labels
 from flowcorr.instruments.reference.glossary import SYNONYMS, WORDS
-from flowcorr.instruments.reference.interfaces import INTERFACES, find_interface
+from flowcorr.instruments.reference.interfaces import INTERFACES, find_interface, rows_of
 from flowcorr.instruments.reference.keys import find_key, keys
-from flowcorr.instruments.reference.tables import OF_SEVERAL_STEPS, first_line, healthy
+from flowcorr.instruments.reference.tables import OF_SEVERAL_STEPS, healthy
 
 _BY_LABEL = {label: name for name, label in progress_labels(METRICS).items()}
 _CHECKS = {check.name: check for check in CHECKS}
@@ -69,11 +70,11 @@ def _senses(name: str) -> Iterator[Iterator[str]]:
         yield _rule(name)
     if name in _CHECKS:
         yield _check(name)
-    if name in FAULTS_OF_TERMS:
+    if name in FAULTS:
         yield iter(
             (
                 f"{name} (fault of log-probs, in audit, report and watch)",
-                f"  {first_line(FAULTS_OF_TERMS[name])}",
+                f"  {FAULTS[name]}",
                 "  worry: always: the finding has its numbers, and says what to do",
             )
         )
@@ -96,7 +97,7 @@ def _own(path: str) -> Iterator[str]:
     found = import_target("flowcorr explain", path, "it")
     if not isinstance(found, Metric):
         yield f"{path} (code of your own)"
-        yield f"  {first_line(found)}"
+        yield f"  {(inspect.getdoc(found) or '').partition(chr(10))[0]}"
         return
     yield from _metric(found.name, found)
     yield f"  finding: {found.rule.name}" if found.rule is not None else "  no rule judges it"
@@ -145,9 +146,9 @@ def _rule(name: str) -> Iterator[str]:
 def _check(name: str) -> Iterator[str]:
     check = _CHECKS[name]
     yield f"{name} (check of flowcorr doctor)"
-    for samples, examine in (("", check.trials), ("of a dump: ", check.captured)):
-        if examine is not None:
-            yield f"  {samples}{first_line(examine)}"
+    for samples, question in (("", check.trials), ("of a dump: ", check.captured)):
+        if question is not None:
+            yield f"  {samples}{question.asks}"
     yield "  worry: a serious finding stops a run, a warning does not"
     yield "  do: what the report says behind `->`"
     if check.blockers:
@@ -163,7 +164,7 @@ def _mode(name: str) -> Iterator[str]:
 
 def _interface(name: str) -> Iterator[str]:
     yield f"{name} (for code of your own)"
-    for field, meaning, default in INTERFACES[name]():
+    for field, meaning, default in rows_of(name):
         yield f"  {field}: {meaning}{f' Default: {default}' if default else ''}"
 
 
@@ -196,6 +197,4 @@ def _known() -> list[str]:
     names = [*_BY_LABEL, *WORDS, *NAMES, *(key.name for key in keys()), *(metric.name for metric in METRICS)]
     names += [metric.name.rpartition("/")[2] for metric in METRICS]
     names += [interface.rpartition(".")[2] for interface in INTERFACES]
-    return list(
-        dict.fromkeys([*names, *_CHECKS, *CAUSES, *FAULTS_OF_TERMS, *_RULES, *OF_SEVERAL_STEPS, *RS_MODES])
-    )
+    return list(dict.fromkeys([*names, *_CHECKS, *CAUSES, *FAULTS, *_RULES, *OF_SEVERAL_STEPS, *RS_MODES]))

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pkgutil import resolve_name
 from typing import Any
 
-from flowcorr.config import Engine
-from flowcorr.correction import Mode, compute_rollout_correction_and_rejection_mask
-from flowcorr.instruments.metrics import Metric, Rule
 from flowcorr.instruments.reference.keys import meanings_of
-from flowcorr.losses import Loss
-from flowcorr.models.base import ModelFamily
-from flowcorr.rewards import Reward
-from flowcorr.rollout.base import RolloutEngine
 
 Row = tuple[str, str, str]
 """Name, meaning, default; a default is empty where a value is required."""
@@ -57,20 +51,23 @@ def _default(value: Any, required: Any) -> str:
     return str(getattr(value, "__name__", value)) if callable(value) else repr(value)
 
 
-INTERFACES: dict[str, Callable[[], Iterator[Row]]] = {
-    "flowcorr.correction.compute_rollout_correction_and_rejection_mask": lambda: arguments(
-        compute_rollout_correction_and_rejection_mask
-    ),
-    "flowcorr.losses.Loss": lambda: fields(Loss),
-    "flowcorr.correction.Mode": lambda: fields(Mode),
-    "flowcorr.config.Engine": lambda: fields(Engine),
-    "flowcorr.rollout.base.RolloutEngine": lambda: members(RolloutEngine),
-    "flowcorr.models.base.ModelFamily": lambda: members(ModelFamily),
-    "flowcorr.instruments.metrics.Metric": lambda: fields(Metric),
-    "flowcorr.instruments.metrics.Rule": lambda: fields(Rule),
-    "flowcorr.rewards.Reward": lambda: members(Reward),
+INTERFACES: Mapping[str, Callable[[Any], Iterator[Row]]] = {
+    "flowcorr.correction.compute_rollout_correction_and_rejection_mask": arguments,
+    "flowcorr.losses.Loss": fields,
+    "flowcorr.correction.Mode": fields,
+    "flowcorr.config.Engine": fields,
+    "flowcorr.rollout.base.RolloutEngine": members,
+    "flowcorr.models.base.ModelFamily": members,
+    "flowcorr.instruments.metrics.Metric": fields,
+    "flowcorr.instruments.metrics.Rule": fields,
+    "flowcorr.rewards.Reward": members,
 }
-"""By the name to import."""
+"""By the name to import, the reader of its rows."""
+
+
+def rows_of(name: str) -> Iterator[Row]:
+    """The rows of an interface, which is imported for that."""
+    return INTERFACES[name](resolve_name(name))
 
 
 def find_interface(name: str) -> str | None:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import flowcorr
 from flowcorr.correction import PRESETS, RolloutCorrectionConfig
 from flowcorr.correction.modes import RS_MODES
 from flowcorr.instruments import image_drift, jumps, replicas
 from flowcorr.instruments.doctor.checks import CAUSES, CHECKS
-from flowcorr.instruments.faults import RULES as FAULTS_OF_TERMS
+from flowcorr.instruments.fault_words import FAULTS
+from flowcorr.instruments.limits import Units, healthy_range
 from flowcorr.instruments.metrics.metric import Metric, Rule
 from flowcorr.instruments.metrics.table import METRICS, SECTIONS, progress_labels
 from flowcorr.instruments.reference.glossary import SYNONYMS, WORDS
-from flowcorr.instruments.reference.interfaces import INTERFACES
+from flowcorr.instruments.reference.interfaces import INTERFACES, rows_of
 from flowcorr.instruments.reference.keys import keys
-from flowcorr.instruments.rules import Units, healthy_range
 
 OF_SEVERAL_STEPS: Mapping[str, Rule] = {
     rule.name: rule for rule in (image_drift.RULE, jumps.RULE, replicas.RULE)
@@ -36,11 +34,6 @@ def healthy(metric: Metric) -> str:
     low, high = healthy_range(metric.name, Units(rows=(metric,)))
     bounds = [f"≥ {low:.3g}"] * (low > -float("inf")) + [f"≤ {high:.3g}"] * (high < float("inf"))
     return ", ".join(bounds)
-
-
-def first_line(function: Callable[..., Any]) -> str:
-    """The first line of a docstring."""
-    return (inspect.getdoc(function) or "").partition("\n")[0]
 
 
 _Table = tuple[Sequence[str], Iterable[Sequence[str]]]
@@ -65,13 +58,13 @@ def _tables() -> Iterator[tuple[str, _Table]]:
     yield "Checks of `flowcorr doctor`", (("check", *samples, "skipped where one of these fails"), _checks())
     causes = [(f"`{name}`", meaning) for name, meaning in CAUSES.items()]
     yield "Causes that `flowcorr doctor` names in a dump", (("cause", "meaning"), causes)
-    faults = [(f"`{name}`", first_line(rule)) for name, rule in FAULTS_OF_TERMS.items()]
+    faults = [(f"`{name}`", meaning) for name, meaning in FAULTS.items()]
     yield "Faults of log-probs, in audit, report and watch", (("fault", "meaning"), faults)
     several = [(f"`{name}`", rule.what, rule.advice) for name, rule in OF_SEVERAL_STEPS.items()]
     yield "Findings of several training steps", (("finding", "about", "what to do"), several)
     yield "Words", (("word", "meaning", "worry", "what to do", "metrics"), _words())
-    for name, fields in INTERFACES.items():
-        rows = [(f"`{field}`", meaning, _code(default)) for field, meaning, default in fields()]
+    for name in INTERFACES:
+        rows = [(f"`{field}`", meaning, _code(default)) for field, meaning, default in rows_of(name)]
         yield f"`{name}`", (("name", "meaning", "default"), rows)
 
 
@@ -97,7 +90,7 @@ def _presets() -> Iterator[tuple[str, ...]]:
 
 def _checks() -> Iterator[tuple[str, ...]]:
     for check in CHECKS:
-        lines = ("" if examine is None else first_line(examine) for examine in (check.trials, check.captured))
+        lines = ("" if question is None else question.asks for question in (check.trials, check.captured))
         yield f"`{check.name}`", *lines, ", ".join(map(_code, check.blockers))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from flowcorr.config.run import SERVED
 from flowcorr.instruments.drawing import HEIGHT, PALETTE, Chart
 from flowcorr.instruments.finding import Charts
+from flowcorr.instruments.limits import healthy_range, serious_limit
 from flowcorr.instruments.plots import (
     BandPoint,
     Curve,
@@ -26,7 +27,6 @@ from flowcorr.instruments.report.bands import band_charts
 from flowcorr.instruments.report.heat_maps import ROUNDING, heat_maps
 from flowcorr.instruments.report.runs import Group
 from flowcorr.instruments.report.terms import Spread, reach, read_spread, shares
-from flowcorr.instruments.rules import healthy_range, serious_limit
 from flowcorr.instruments.thinning import MAX_POINTS, rows_text, spread_out, steps_a_point, stride_text
 from flowcorr.trainer.timing import PHASES
 

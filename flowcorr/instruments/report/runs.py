@@ -16,8 +16,9 @@ from flowcorr import dumps
 from flowcorr.config import Config, dotted
 from flowcorr.errors import ConfigError
 from flowcorr.instruments.finding import Finding
+from flowcorr.instruments.limits import Units
 from flowcorr.instruments.plots import BandPoint
-from flowcorr.instruments.rules import NUM_ELEMENTS, Units, logged_num_elements, units_of, units_of_setting
+from flowcorr.instruments.rules import NUM_ELEMENTS, logged_num_elements, units_of, units_of_setting
 from flowcorr.instruments.setting import Setting
 from flowcorr.instruments.step_files import survey
 from flowcorr.instruments.steps import UNBOUNDED, diagnosed, read_dumped

@@ -1,5 +1,8 @@
 """Captured samples as the checks see them."""
 
+from pkgutil import resolve_name
+
+from flowcorr.instruments.doctor import checks
 from flowcorr.instruments.doctor.checks import CHECKS, run_checks
 
 
@@ -19,3 +22,9 @@ def test_every_check_is_one_of_some_samples():
     names = [check.name for check in CHECKS]
     for place, check in enumerate(CHECKS):
         assert set(check.blockers) <= set(names[:place])
+
+
+def test_every_question_has_a_function_of_its_own():
+    questions = [question for check in CHECKS for question in (check.trials, check.captured) if question]
+    functions = {resolve_name(f"{checks.__name__}.{question.by}") for question in questions}
+    assert len(functions) == len(questions)

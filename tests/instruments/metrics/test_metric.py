@@ -2,11 +2,9 @@
 
 import pytest
 
+from flowcorr.instruments.limits import Units
 from flowcorr.instruments.metrics.table import RULES
-from flowcorr.instruments.rules import (
-    Units,
-    examine_step,
-)
+from flowcorr.instruments.rules import examine_step
 from flowcorr.trainer.residuals import RESIDUALS
 
 CAPPED = Units(cap=2.0, bypass=True, num_terms=2048, num_elements=1024, usual_gap=0.5)

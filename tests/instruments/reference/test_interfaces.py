@@ -1,17 +1,13 @@
 """What an extension fills in, read from docstrings and signatures."""
 
-from pkgutil import resolve_name
-
 import pytest
 
-from flowcorr.instruments.reference.interfaces import INTERFACES, find_interface
+from flowcorr.instruments.reference.interfaces import INTERFACES, find_interface, rows_of
 
 
 @pytest.mark.parametrize("name", INTERFACES)
 def test_every_row_has_a_meaning(name):
-    module, _, described = name.rpartition(".")
-    assert resolve_name(f"{module}:{described}").__name__ == described
-    rows = list(INTERFACES[name]())
+    rows = list(rows_of(name))
     assert rows
     assert all(meaning for _, meaning, _ in rows)
 
@@ -35,11 +31,11 @@ def test_every_row_has_a_meaning(name):
 )
 def test_a_row_shows_what_is_required_and_what_has_a_default(name, row, default):
     assert [
-        found for found, _, found_default in INTERFACES[find_interface(name)]() if found_default == default
+        found for found, _, found_default in rows_of(find_interface(name)) if found_default == default
     ].count(row) == 1
 
 
 def test_what_an_instance_holds_is_not_stated_by_a_family():
     assert not {"pipeline", "dtype", "text_offloaded"} & {
-        row for row, _, _ in INTERFACES["flowcorr.models.base.ModelFamily"]()
+        row for row, _, _ in rows_of("flowcorr.models.base.ModelFamily")
     }

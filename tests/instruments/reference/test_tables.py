@@ -8,7 +8,7 @@ from flowcorr.cli import main
 from flowcorr.correction import PRESETS
 from flowcorr.correction.modes import RS_MODES
 from flowcorr.instruments.doctor.checks import CAUSES, CHECKS
-from flowcorr.instruments.faults import RULES as FAULTS_OF_TERMS
+from flowcorr.instruments.fault_words import FAULTS
 from flowcorr.instruments.metrics.table import METRICS, RULES
 from flowcorr.instruments.reference.explain import explanation
 from flowcorr.instruments.reference.glossary import WORDS
@@ -30,7 +30,7 @@ def test_every_name_is_in_the_tables(capsys):
     text = capsys.readouterr().out
     rows = _rows(text)
     named = {name for row in rows for cell in row for name in re.findall(r"`([^`]+)`", cell)}
-    tables = (PRESETS, RS_MODES, CAUSES, FAULTS_OF_TERMS, WORDS, OF_SEVERAL_STEPS)
+    tables = (PRESETS, RS_MODES, CAUSES, FAULTS, WORDS, OF_SEVERAL_STEPS)
     names = {name for table in tables for name in table}
     names |= {row.name for table in (keys(), METRICS, RULES, CHECKS) for row in table}
     assert names <= named

@@ -9,7 +9,8 @@ import pytest
 
 from flowcorr.config import RewardTerm
 from flowcorr.data import PromptStream
-from flowcorr.instruments.rules import Units, examine_step
+from flowcorr.instruments.limits import Units
+from flowcorr.instruments.rules import examine_step
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Prompt
 from flowcorr.rewards import build_reward

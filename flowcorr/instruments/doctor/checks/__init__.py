@@ -7,48 +7,53 @@ check `weights`; of captured samples, it warns at the legs that have it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
-from flowcorr.instruments.doctor.captured import Captured
-from flowcorr.instruments.doctor.checks import (
-    advantages,
-    clip,
-    guidance,
-    images,
-    log_probs,
-    noise,
-    path,
-    prompts,
-    replay,
-    reward,
-    schedule,
-    timesteps,
-    trajectory,
-    weights,
-)
-from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import of_check, skipped
 from flowcorr.instruments.finding import Finding
+
+if TYPE_CHECKING:
+    from flowcorr.instruments.doctor.captured import Captured
+    from flowcorr.instruments.doctor.exam import Exam
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A question about samples, and the function that answers it.
+
+    Attributes:
+        asks: the question, in one sentence.
+        by: `module:function` of this package: it takes the samples, and returns the finding. It is imported when the
+            question is asked, so that this table is read without torch.
+    """
+
+    asks: str
+    by: str
+
+    def ask(self, samples: Exam | Captured) -> Finding | None:
+        """The finding on samples; None if the function found nothing to look at, as it may in captured ones."""
+        return resolve_name(f"{__name__}.{self.by}")(samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One question, with a function that answers it for trials and one for captured samples.
+    """A check, which asks about trials, about captured samples, or about both.
 
     Attributes:
         name: of the check, and the cause of its findings unless they name another.
-        trials: examines trials of the engine at hand.
-        captured: examines captured samples; it may find nothing to look at.
+        trials: what it asks about trials of the engine at hand.
+        captured: what it asks about captured samples.
         blockers: checks whose failure makes the result on trials meaningless. Captured samples are replayed with what
             was captured, so that none of their checks upsets another.
         causes: what each cause that it names of captured samples means.
     """
 
     name: str
-    trials: Callable[[Exam], Finding] | None = None
-    captured: Callable[[Captured], Finding | None] | None = None
+    trials: Question | None = None
+    captured: Question | None = None
     blockers: Sequence[str] = ()
     causes: Mapping[str, str] = field(default_factory=dict)
 
@@ -56,11 +61,22 @@ class Check:
 _TRAJECTORY = ("finite", "schedule", "latent_dtype", "transition", "log_probs", "bookkeeping")
 _INPUTS = (*_TRAJECTORY, "timesteps", "embeddings", "guidance")
 CHECKS: Sequence[Check] = (
-    Check(name="finite", trials=trajectory.check_finite),
+    Check(
+        name="finite",
+        trials=Question(
+            asks="Whether all numbers of both sides are finite, the pixels before they became integers among them.",
+            by="trajectory:check_finite",
+        ),
+    ),
     Check(
         name="schedule",
-        trials=trajectory.check_schedule,
-        captured=schedule.check_captured_schedule,
+        trials=Question(
+            asks="Whether the sigmas are those of the actor's schedule.", by="trajectory:check_schedule"
+        ),
+        captured=Question(
+            asks="Whether the captured sigmas and timesteps are those of the model's own scheduler, and were used.",
+            by="schedule:check_captured_schedule",
+        ),
         blockers=("finite",),
         causes={
             "wrong_shift": "the sigmas are those of the model's scheduler with another shift",
@@ -70,14 +86,44 @@ CHECKS: Sequence[Check] = (
             "rounded_timesteps": "the transformer was fed timesteps in half precision",
         },
     ),
-    Check(name="window", trials=trajectory.check_window, blockers=("finite", "schedule")),
-    Check(name="latent_dtype", trials=trajectory.check_latent_dtype, blockers=("finite",)),
-    Check(name="transition", trials=trajectory.check_transition, blockers=("finite", "schedule")),
-    Check(name="before", captured=replay.check_before),
+    Check(
+        name="window",
+        trials=Question(
+            asks="Whether the SDE steps are those of the configured windows.", by="trajectory:check_window"
+        ),
+        blockers=("finite", "schedule"),
+    ),
+    Check(
+        name="latent_dtype",
+        trials=Question(
+            asks="Whether the latents are float32, and were not clamped.", by="trajectory:check_latent_dtype"
+        ),
+        blockers=("finite",),
+    ),
+    Check(
+        name="transition",
+        trials=Question(
+            asks="Whether the steps' stds are those of the configuration.", by="trajectory:check_transition"
+        ),
+        blockers=("finite", "schedule"),
+    ),
+    Check(
+        name="before",
+        captured=Question(
+            asks="Whether the replay goes from the initial noise to the latents before the window.",
+            by="replay:check_before",
+        ),
+    ),
     Check(
         name="log_probs",
-        trials=log_probs.check_log_probs,
-        captured=log_probs.check_captured_log_probs,
+        trials=Question(
+            asks="Whether log-probs follow from the engine's own step means, stds and latents.",
+            by="log_probs:check_log_probs",
+        ),
+        captured=Question(
+            asks="Whether captured log-probs are those of the replay, as means of a density.",
+            by="log_probs:check_captured_log_probs",
+        ),
         blockers=("finite", "latent_dtype"),
         causes={
             "log_probs_summed": "log-probs are sums over the latent, where means are expected",
@@ -85,39 +131,85 @@ CHECKS: Sequence[Check] = (
             "log_probs_unscaled": "log-probs lack the factor `1 / (2 s^2)`",
         },
     ),
-    Check(name="between", captured=replay.check_between),
-    Check(name="after", captured=replay.check_after),
+    Check(
+        name="between",
+        captured=Question(
+            asks="Whether the replay goes from the latents after a step of the window to those before its next one.",
+            by="replay:check_between",
+        ),
+    ),
+    Check(
+        name="after",
+        captured=Question(
+            asks="Whether the replay goes from the latents after the window to the final ones.",
+            by="replay:check_after",
+        ),
+    ),
     Check(
         name="bookkeeping",
-        trials=log_probs.check_bookkeeping,
+        trials=Question(
+            asks="Whether `z = (delta + r^2/2) sqrt(D) / r` is standard normal, as it is if only the step means "
+            "differ.",
+            by="log_probs:check_bookkeeping",
+        ),
         blockers=("finite", "schedule", "latent_dtype", "transition", "log_probs"),
     ),
     Check(
         name="trajectory",
-        trials=trajectory.check_trajectory,
+        trials=Question(
+            asks="Whether latents fit together where they leave no choice, and begin at the initial noise of their "
+            "seeds.",
+            by="trajectory:check_trajectory",
+        ),
         blockers=("finite", "window", "latent_dtype", "log_probs", "bookkeeping"),
     ),
     Check(
         name="noise",
-        trials=noise.check_noise,
-        captured=noise.check_captured_noise,
+        trials=Question(
+            asks="Whether whitened step noise `(x' - mean) / s` is standard normal, and independent between any two "
+            "steps.",
+            by="noise:check_noise",
+        ),
+        captured=Question(
+            asks="Whether initial noise, and the noise of the steps, is standard normal and not drawn twice.",
+            by="noise:check_captured_noise",
+        ),
         blockers=("finite", "latent_dtype", "log_probs", "bookkeeping"),
         causes={
             "noise_reused": "noise was drawn twice",
             "noise_scale": "noise is not standard normal",
         },
     ),
-    Check(name="determinism", trials=noise.check_determinism, blockers=("finite",)),
+    Check(
+        name="determinism",
+        trials=Question(asks="Whether the same seeds give the same latents.", by="noise:check_determinism"),
+        blockers=("finite",),
+    ),
     Check(
         name="seeds",
-        trials=noise.check_seeds,
+        trials=Question(
+            asks="Whether the step noise is that of its seeds, element by element.", by="noise:check_seeds"
+        ),
         blockers=("finite", "window", "latent_dtype", "log_probs", "bookkeeping", "noise", "determinism"),
     ),
-    Check(name="timesteps", trials=timesteps.check_timesteps, blockers=_TRAJECTORY),
+    Check(
+        name="timesteps",
+        trials=Question(
+            asks="Whether the engine's model gets the schedule's timesteps, and returns them.",
+            by="timesteps:check_timesteps",
+        ),
+        blockers=_TRAJECTORY,
+    ),
     Check(
         name="embeddings",
-        trials=prompts.check_embeddings,
-        captured=replay.check_embeddings,
+        trials=Question(
+            asks="Whether both sides use the same prompts: by the returned embeddings, then by the engine's steps.",
+            by="prompts:check_embeddings",
+        ),
+        captured=Question(
+            asks="Whether the replay agrees with the captured prompts, and would not with others.",
+            by="replay:check_embeddings",
+        ),
         blockers=(*_TRAJECTORY, "timesteps"),
         causes={
             "wrong_prompt": "the engine took the embeddings of other samples, or of an earlier batch",
@@ -126,40 +218,82 @@ CHECKS: Sequence[Check] = (
     ),
     Check(
         name="batch_shape",
-        trials=noise.check_batch_shape,
+        trials=Question(
+            asks="Whether a prompt gives the same latents alone and in a batch.", by="noise:check_batch_shape"
+        ),
         blockers=("finite", "determinism", "embeddings"),
     ),
     Check(
         name="guidance",
-        trials=guidance.check_guidance,
-        captured=replay.check_guidance,
+        trials=Question(
+            asks="Whether the engine samples with the configured guidance.", by="guidance:check_guidance"
+        ),
+        captured=Question(
+            asks="Whether the replay agrees with the captured guidance, and would not without it.",
+            by="replay:check_guidance",
+        ),
         blockers=(*_TRAJECTORY, "timesteps", "embeddings"),
         causes={
             "guidance_off": "the engine took no guidance",
             "negative_prompt": "the engine took an empty negative prompt",
         },
     ),
-    Check(name="sync", trials=weights.check_sync, blockers=_INPUTS),
-    Check(name="weights", trials=weights.check_weights, blockers=(*_INPUTS, "sync")),
+    Check(
+        name="sync",
+        trials=Question(
+            asks="Whether the engine samples with the newest weights, or with older ones.",
+            by="weights:check_sync",
+        ),
+        blockers=_INPUTS,
+    ),
+    Check(
+        name="weights",
+        trials=Question(
+            asks="Whether both models are the same: whether precision explains the gap.",
+            by="weights:check_weights",
+        ),
+        blockers=(*_INPUTS, "sync"),
+    ),
     Check(
         name="lora",
-        trials=weights.check_lora,
-        captured=replay.check_lora,
+        trials=Question(
+            asks="Whether the adapter has the same effect in the engine as in the actor.",
+            by="weights:check_lora",
+        ),
+        captured=Question(
+            asks="Whether the replay agrees with the captured adapter, and would not without it.",
+            by="replay:check_lora",
+        ),
         blockers=(*_INPUTS, "sync", "weights"),
         causes={
             "adapter_not_applied": "the engine sampled with the base model",
         },
     ),
-    Check(name="attention", trials=weights.check_attention, blockers=(*_INPUTS, "sync", "weights", "lora")),
+    Check(
+        name="attention",
+        trials=Question(
+            asks="Which attention each side uses, if the gap is large.", by="weights:check_attention"
+        ),
+        blockers=(*_INPUTS, "sync", "weights", "lora"),
+    ),
     Check(
         name="path",
-        trials=path.check_path,
+        trials=Question(
+            asks="Whether the steps outside the window lead where the actor's do, from the engine's own latents.",
+            by="path:check_path",
+        ),
         blockers=(*_INPUTS, "window", "trajectory", "noise", "sync", "weights", "lora"),
     ),
     Check(
         name="images",
-        trials=images.check_images,
-        captured=images.check_captured_images,
+        trials=Question(
+            asks="Whether each image is that of its own final latents, as the actor decodes them.",
+            by="images:check_images",
+        ),
+        captured=Question(
+            asks="Whether captured images are what the training stack decodes of their final latents.",
+            by="images:check_captured_images",
+        ),
         blockers=("finite",),
         causes={
             "swapped_images": "images and latents of different samples are paired",
@@ -169,15 +303,32 @@ CHECKS: Sequence[Check] = (
             "flipped_images": "the images are upside down",
         },
     ),
-    Check(name="reward", captured=reward.check_captured_reward),
+    Check(
+        name="reward",
+        captured=Question(
+            asks="Whether the recipe's reward gives the captured images the captured scores, where it failed neither "
+            "time.",
+            by="reward:check_captured_reward",
+        ),
+    ),
     Check(
         name="advantages",
-        captured=advantages.check_captured_advantages,
+        captured=Question(
+            asks="Whether advantages are centred, over all dumped steps.",
+            by="advantages:check_captured_advantages",
+        ),
         causes={
             "advantages_not_centred": "advantages have a mean far from 0, so all samples are pushed one way",
         },
     ),
-    Check(name="clip", trials=clip.check_clip, blockers=(*_INPUTS, "sync", "weights", "lora")),
+    Check(
+        name="clip",
+        trials=Question(
+            asks="Whether the clip range is wider than the noise floor, in modes where that matters.",
+            by="clip:check_clip",
+        ),
+        blockers=(*_INPUTS, "sync", "weights", "lora"),
+    ),
 )
 """In the order of execution."""
 CAUSES = {cause: meaning for check in CHECKS for cause, meaning in check.causes.items()}
@@ -189,13 +340,11 @@ def run_checks(samples: Exam | Captured) -> list[Finding]:
     findings: list[Finding] = []
     failed: set[str] = set()
     for check in CHECKS:
-        examine: Callable[[Any], Finding | None] | None = (
-            check.captured if isinstance(samples, Captured) else check.trials
-        )
-        if examine is None:
+        question = check.captured if samples.is_captured else check.trials
+        if question is None:
             continue
-        causes = [] if isinstance(samples, Captured) else [name for name in check.blockers if name in failed]
-        finding = skipped(f"not judged, because {causes[0]} fails") if causes else examine(samples)
+        causes = [] if samples.is_captured else [name for name in check.blockers if name in failed]
+        finding = skipped(f"not judged, because {causes[0]} fails") if causes else question.ask(samples)
         if finding is None:
             continue
         assert finding.cause in ("", check.name, *CAUSES), "every cause has its meaning in the table"

@@ -14,7 +14,6 @@ ERRORS = 3.0  # standard errors of that mean, where the other samples of a group
 
 
 def check_captured_advantages(captured: Captured) -> Finding:
-    """Whether advantages are centred, over all dumped steps."""
     steps = [dumps.load(path).advantages.double() for path in captured.terms.values()]
     values = torch.cat([torch.zeros(0, dtype=torch.float64), *steps])
     values = values[values.isfinite()]

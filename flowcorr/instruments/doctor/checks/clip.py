@@ -17,7 +17,6 @@ CLIP_SHARE = 0.1
 
 
 def check_clip(exam: Exam) -> Finding:
-    """Whether the clip range is wider than the noise floor, in modes where that matters."""
     config = exam.config
     correction = config.algorithm.rollout_correction
     if correction.mode in ("off", "decoupled"):

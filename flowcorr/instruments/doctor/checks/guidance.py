@@ -24,7 +24,6 @@ REMEDY = "pass sampling.{key} and the negative prompt to the engine; a scale of 
 
 
 def check_guidance(exam: Exam) -> Finding:
-    """Whether the engine samples with the configured guidance."""
     actor, key = exam.actor, exam.actor.family.guidance_key
     configured = getattr(actor.guidance, key)
     if configured <= 1 and not actor.family.distills_guidance:

@@ -33,7 +33,6 @@ BY_SAMPLE = ("swapped_images", "images_of_step_before")  # some of the samples m
 
 
 def check_images(exam: Exam) -> Finding:
-    """Whether each image is that of its own final latents, as the actor decodes them."""
     rollout = exam.trials.base.rollout
     if rollout.images is None or rollout.final_latents is None:
         return skipped("the engine returns no images, or no final latents to compare them with")
@@ -130,7 +129,6 @@ def _decoded(family: ModelFamily, final: Tensor, dtype: torch.dtype) -> tuple[Te
 
 
 def check_captured_images(captured: Captured) -> Finding:
-    """Whether captured images are what the training stack decodes of their final latents."""
     stack = captured.stack
     final = stack.tensor("final_latents")
     if final is None:

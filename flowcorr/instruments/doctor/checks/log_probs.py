@@ -33,7 +33,6 @@ MISTAKES = {
 
 
 def check_log_probs(exam: Exam) -> Finding:
-    """Whether log-probs follow from the engine's own step means, stds and latents."""
     trial = exam.trials.base
     found, expected = trial.rollout.log_probs, _own_log_probs(exam)
     gap = float((found - expected).abs().max())
@@ -57,7 +56,6 @@ def check_log_probs(exam: Exam) -> Finding:
 
 
 def check_bookkeeping(exam: Exam) -> Finding:
-    """Whether `z = (delta + r^2/2) sqrt(D) / r` is standard normal, as it is if only the step means differ."""
     trial = exam.trials.base
     squared, delta = trial.squared_distance().double(), (trial.log_probs - trial.rollout.log_probs).double()
     # Log-probs have a rounding error of their own.
@@ -112,7 +110,6 @@ def _formulas(exam: Exam) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_captured_log_probs(captured: Captured) -> Finding | None:
-    """Whether captured log-probs are those of the replay, as means of a density."""
     replayed, convention = captured.replayed.get("log_probs"), captured.legs.convention
     found = (
         None

@@ -15,7 +15,7 @@ from flowcorr.instruments.doctor.findings import failed, judged, passed, skipped
 from flowcorr.instruments.doctor.legs import Legs
 from flowcorr.instruments.doctor.trials import TRAINING_STEP, Trial
 from flowcorr.instruments.finding import Finding
-from flowcorr.instruments.rules import skew
+from flowcorr.instruments.limits import skew
 from flowcorr.records import Rollout
 from flowcorr.rollout.witnesses import seeded_noise
 
@@ -29,10 +29,9 @@ SHARED = 0.5  # correlation above which two captured draws are one
 
 
 def check_noise(exam: Exam) -> Finding:
-    """Whether whitened step noise `(x' - mean) / s` is standard normal, and independent between any two steps.
+    """Judge the noise by z-scores, each with `P(|z| > c) <= exp(-c^2 / 2)`; the limit holds for all of them together.
 
-    Its mean, its variance, its fourth Hermite moment and each correlation give a `z` with
-    `P(|z| > c) <= exp(-c^2 / 2)`. The limit holds for all of them together.
+    They are those of its mean, its variance, its fourth Hermite moment, and each correlation.
     """
     trials = exam.trials
     noise = torch.cat([_step_noise(trials.base), _step_noise(trials.moved)])
@@ -45,7 +44,7 @@ def check_noise(exam: Exam) -> Finding:
     # Wilson and Hilferty: the cube root of a chi-squared variable is nearly normal.
     spread = 2 / (9 * count)
     of_variance = abs(variance ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
-    # Long tails are skewed to the right, see `rules.skew`.
+    # Long tails are skewed to the right, see `limits.skew`.
     of_tails = abs(tails) * math.sqrt(count / 24) / (skew(count) if tails > 0 else 1)
     # For independent directions, P(|correlation| > c) <= (1 - c^2)^((D - 1) / 2).
     of_pair = math.sqrt(-(noise.shape[1] - 1) * math.log(max(1 - correlation**2, 1e-300)))
@@ -74,7 +73,6 @@ def check_noise(exam: Exam) -> Finding:
 
 
 def check_seeds(exam: Exam) -> Finding:
-    """Whether the step noise is that of its seeds, element by element."""
     worst = 0.0
     for trial, training_step in (
         (exam.trials.base, TRAINING_STEP),
@@ -97,7 +95,6 @@ def check_seeds(exam: Exam) -> Finding:
 
 
 def check_determinism(exam: Exam) -> Finding:
-    """Whether the same seeds give the same latents."""
     gap = _trajectory_gap(exam.trials.base.rollout, exam.trials.again)
     unseeded = gap > NOISE_GAP
     return judged(
@@ -113,7 +110,6 @@ def check_determinism(exam: Exam) -> Finding:
 
 
 def check_batch_shape(exam: Exam) -> Finding:
-    """Whether a prompt gives the same latents alone and in a batch."""
     if exam.trials.num_prompts == 1:
         return skipped(
             "there is one prompt only, which shows neither whether the engine mixes prompts up nor whether a batch "
@@ -169,7 +165,6 @@ def _difference(trial: Trial, first: int, second: int) -> str:
 
 
 def check_captured_noise(captured: Captured) -> Finding:
-    """Whether initial noise, and the noise of the steps, is standard normal and not drawn twice."""
     stack = captured.stack
     noise = stack.tensor("initial_noise")
     assert noise is not None, "`Stack` has checked it"

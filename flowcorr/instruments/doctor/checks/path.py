@@ -116,7 +116,6 @@ def _walk(exam: Exam, begin: Tensor, first: Tensor, after: Tensor) -> tuple[Tens
 
 
 def check_path(exam: Exam) -> Finding:
-    """Whether the steps outside the window lead where the actor's do, from the engine's own latents."""
     window = exam.trials.base.rollout.window
     if not torch.equal(
         window.timesteps, window.timesteps.new_tensor(_schedule(exam).timesteps)[window.step_indices]

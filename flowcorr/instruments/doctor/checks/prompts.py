@@ -21,7 +21,6 @@ SHORT_LENGTHS = 8  # every length up to this one is tried, then powers of two, C
 
 
 def check_embeddings(exam: Exam) -> Finding:
-    """Whether both sides use the same prompts: by the returned embeddings, then by the engine's steps."""
     found, gaps = exam.trials.base.rollout.sample_conditioning(), {}
     remedy = (
         "use the same text encoders, prompts, negative prompt and model.max_sequence_length on both sides"

@@ -7,30 +7,24 @@ from flowcorr.instruments.finding import Finding
 
 
 def check_before(captured: Captured) -> Finding | None:
-    """Whether the replay goes from the initial noise to the latents before the window."""
     return captured.replayed.get("before")
 
 
 def check_between(captured: Captured) -> Finding | None:
-    """Whether the replay goes from the latents after a step of the window to those before its next one."""
     return captured.replayed.get("between")
 
 
 def check_after(captured: Captured) -> Finding | None:
-    """Whether the replay goes from the latents after the window to the final ones."""
     return captured.replayed.get("after")
 
 
 def check_embeddings(captured: Captured) -> Finding | None:
-    """Whether the replay agrees with the captured prompts, and would not with others."""
     return captured.replayed.get("embeddings")
 
 
 def check_guidance(captured: Captured) -> Finding | None:
-    """Whether the replay agrees with the captured guidance, and would not without it."""
     return captured.replayed.get("guidance")
 
 
 def check_lora(captured: Captured) -> Finding | None:
-    """Whether the replay agrees with the captured adapter, and would not without it."""
     return captured.replayed.get("lora")

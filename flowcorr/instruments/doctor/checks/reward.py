@@ -18,7 +18,6 @@ REWARD_LIMIT = 0.1  # standard deviations of the scores, as the health rule `rep
 
 
 def check_captured_reward(captured: Captured) -> Finding:
-    """Whether the recipe's reward gives the captured images the captured scores, where it failed neither time."""
     samples, config = captured.stack.samples, captured.config
     rewards = samples.tensors().get("rewards")
 

@@ -29,7 +29,6 @@ _TABLES: tuple[Spacing, ...] = ("pipeline", "equal steps")
 
 
 def check_captured_schedule(captured: Captured) -> Finding:
-    """Whether the captured sigmas and timesteps are those of the model's own scheduler, and were used."""
     found = _compared(captured.stack)
     return found if found.level == "serious" else captured.replayed.get("schedule", found)
 

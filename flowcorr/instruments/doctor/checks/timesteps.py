@@ -31,7 +31,6 @@ MISTAKES: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def check_timesteps(exam: Exam) -> Finding:
-    """Whether the engine's model gets the schedule's timesteps, and returns them."""
     rows, dtype = places(exam), exam.config.rollout.dtype
     fed, exact = exam.trials.base.rollout.window.timesteps.float(), _exact(exam)
     gap = float((fed - exact[rows]).abs().max())

@@ -16,7 +16,6 @@ STD_TOLERANCE = 1e-4  # float32 stds agree within 1e-7; a noise level of 0.8 ins
 
 
 def check_finite(exam: Exam) -> Finding:
-    """Whether all numbers of both sides are finite, the pixels before they became integers among them."""
     trials = exam.trials
     for trial in (trials.base, trials.bare, trials.moved):
         for who, tensors in (
@@ -54,7 +53,6 @@ def check_finite(exam: Exam) -> Finding:
 
 
 def check_schedule(exam: Exam) -> Finding:
-    """Whether the sigmas are those of the actor's schedule."""
     rollout, schedule = exam.trials.base.rollout, exam.trials.schedule
     sigmas, after = _table(exam)[:-1], _table(exam)[1:]
     rows = places(exam)
@@ -76,7 +74,6 @@ def check_schedule(exam: Exam) -> Finding:
 
 
 def check_window(exam: Exam) -> Finding:
-    """Whether the SDE steps are those of the configured windows."""
     rollout, sampling = exam.trials.base.rollout, exam.config.sampling
     low, high = sampling.sde_window_range
     found, size = rollout.window.step_indices, sampling.sde_window_size
@@ -125,7 +122,6 @@ def check_window(exam: Exam) -> Finding:
 
 
 def check_latent_dtype(exam: Exam) -> Finding:
-    """Whether the latents are float32, and were not clamped."""
     rollout = exam.trials.base.rollout
     remedy = "draw, keep and return the latents in float32, the initial noise included"
     for when, latents in (("before", rollout.window.latents), ("after", rollout.window.next_latents)):
@@ -148,7 +144,6 @@ def check_latent_dtype(exam: Exam) -> Finding:
 
 
 def check_trajectory(exam: Exam) -> Finding:
-    """Whether latents fit together where they leave no choice, and begin at the initial noise of their seeds."""
     for trial, training_step in (
         (exam.trials.base, TRAINING_STEP),
         (exam.trials.moved, exam.trials.moved_step),
@@ -171,7 +166,6 @@ def check_trajectory(exam: Exam) -> Finding:
 
 
 def check_transition(exam: Exam) -> Finding:
-    """Whether the steps' stds are those of the configuration."""
     trial, sampling = exam.trials.base, exam.config.sampling
     gap = float((trial.engine_stds / trial.stds - 1).abs().max())
     return judged(

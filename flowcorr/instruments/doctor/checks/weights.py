@@ -34,7 +34,6 @@ class Describes(Protocol):
 
 
 def check_sync(exam: Exam) -> Finding:
-    """Whether the engine samples with the newest weights, or with older ones."""
     trial, under = exam.trials.moved, exam.trials.moved_under
     lora = bool(exam.config.model.lora.rank)
     # An engine without any adapter is judged by `lora`. It also fits older weights, if those had no adapter either.
@@ -66,7 +65,6 @@ def check_sync(exam: Exam) -> Finding:
 
 
 def check_weights(exam: Exam) -> Finding:
-    """Whether both models are the same: whether precision explains the gap."""
     trial = exam.trials.bare
     gap, usual = trial.velocity_gap(), exam.usual_gap
     nats = trial.rollout.num_elements * float(trial.squared_distance().sum(1).mean() / 2)
@@ -142,7 +140,6 @@ def _errors(exam: Exam) -> _Errors | None:
 
 
 def check_lora(exam: Exam) -> Finding:
-    """Whether the adapter has the same effect in the engine as in the actor."""
     if not exam.config.model.lora.rank:
         return skipped("model.lora.rank=0: all weights are trained, see sync")
     return _arrival(exam, "adapter")
@@ -183,7 +180,6 @@ def _arrival(exam: Exam, what: str) -> Finding:
 
 
 def check_attention(exam: Exam) -> Finding:
-    """Which attention each side uses, if the gap is large."""
     if not isinstance(exam.engine, Describes):
         return skipped("the engine does not describe itself")
     facts = exam.engine.describe()

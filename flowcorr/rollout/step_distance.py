@@ -1,0 +1,34 @@
+"""How far a gap of velocities moves the means of SDE steps."""
+
+from __future__ import annotations
+
+import torch
+
+from flowcorr.config.schema import SamplingConfig
+from flowcorr.sde import transition
+
+# Root mean square of `x1 - x0`, at most, where the data have at most the variance of the noise.
+_VELOCITY = 1.5
+
+
+def step_distance(sampling: SamplingConfig, velocity_gap: float) -> float:
+    """The largest distance of two step means, in stds, that a gap of their velocities makes in the SDE window.
+
+    Shifted schedules take smaller steps at low noise levels than the uniform one, which therefore gives a bound.
+
+    Args:
+        sampling: schedule, transition and window.
+        velocity_gap: root mean square difference of the velocities, as a share of them.
+    """
+    first, end = sampling.sde_window_range
+    if sampling.sde_type == "cps":  # its last step has no noise, and so no log-prob
+        end = min(end, sampling.num_inference_steps - 1)
+    levels = 1 - torch.arange(first, end + 1, dtype=torch.float64) / sampling.num_inference_steps
+    sigma, sigma_next = levels[:-1], levels[1:]
+    unit = torch.ones_like(sigma)[:, None]
+    moved, still = (
+        transition(sampling.sde_type, 0 * unit, velocity, sigma, sigma_next, sampling.noise_level)
+        for velocity in (unit, 0 * unit)
+    )
+    of_unit = (moved.mean - still.mean).abs()[:, 0] / moved.std
+    return float(of_unit.max()) * _VELOCITY * velocity_gap

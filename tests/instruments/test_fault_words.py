@@ -1,0 +1,9 @@
+"""Every fault of log-probs has its meaning."""
+
+from flowcorr.instruments.fault_words import FAULTS
+from flowcorr.instruments.faults import RULES
+
+
+def test_faults_have_a_meaning_in_the_order_of_their_rules():
+    assert list(FAULTS) == list(RULES)
+    assert all(FAULTS.values())
