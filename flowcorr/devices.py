@@ -1,24 +1,11 @@
-"""Devices by the names that configurations give them."""
+"""The devices of this machine, by the names that configurations give them."""
 
 from __future__ import annotations
 
 import torch
 
+from flowcorr.device_names import check_device_name
 from flowcorr.errors import ConfigError
-
-
-def check_device_name(key: str, name: str) -> None:
-    """Check that some machine may have a device called `name`, `auto` included.
-
-    Raises:
-        ConfigError: torch knows no such device, or it holds no numbers.
-    """
-    try:
-        known = name == "auto" or torch.device(name).type != "meta"
-    except RuntimeError:
-        known = False
-    if not known:
-        raise ConfigError(f"{key}={name!r} cannot be used here (it is no device); use auto, cpu or cuda")
 
 
 def named_device(key: str, name: str) -> torch.device:

@@ -263,10 +263,10 @@ def start_run(config: Config, prompts: Sequence[str] = ("cat", "dog")) -> Run:
 @pytest.fixture(scope="session", autouse=True)
 def pipelines_in_memory() -> None:
     """A process reads the embedded pipelines from disk once, and copies them from there on."""
-    from flowcorr import models
+    from flowcorr.models import EMBEDDED, load
 
-    folders = {SHALLOW, *map(str, models.EMBEDDED.values())}
-    read, in_memory = models._read_pipeline, {}
+    folders = {SHALLOW, *map(str, EMBEDDED.values())}
+    read, in_memory = load._read_pipeline, {}
 
     def copied(location: str, path: str, *options: Any) -> Any:
         if location not in folders:
@@ -276,7 +276,7 @@ def pipelines_in_memory() -> None:
             in_memory[key] = read(location, path, *options)
         return copy.deepcopy(in_memory[key])
 
-    models._read_pipeline = copied
+    load._read_pipeline = copied
 
 
 @pytest.fixture(scope="session")

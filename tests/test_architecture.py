@@ -14,7 +14,7 @@ import flowcorr
 PACKAGE = Path(flowcorr.__file__).parent
 FLOORS = {
     "errors": 0, "imports": 0, "devices": 0, "distributed": 0, "records": 0, "metrics": 0, "dumps": 0, "private": 0,
-    "processes": 0, "references": 0, "texts": 0, "hub": 0,
+    "processes": 0, "device_names": 0, "references": 0, "texts": 0, "hub": 0,
     "sde": 1, "correction": 1, "losses": 1, "advantages": 1,
     "config": 2,
     "algorithm": 3, "translate": 3,
@@ -135,6 +135,11 @@ def test_import_is_cheap(statement):
 ANSWERED_WITHOUT_TORCH = {
     "--help": 0,
     "presets": 0,
+    "config tiny_ocr_lora_bypass actor.lr=1e-4": 0,
+    "config qwen_image_edit_plus_lora": 0,
+    "config flux_dev_pickscore_lora": 0,
+    "config wan_ocr_lora sampling.num_frames=9": 0,
+    "config wan_ocr_lora sampling.num_frames=6": 2,
     "explain kl clip_noise_fraction clipped": 0,
     "explain ESS decoupled_seq_is actor.clip_ratio": 0,
     "explain lora wrong_prompt one_step jump worker reward_hacking step_z": 0,
@@ -150,6 +155,8 @@ ANSWERED_WITHOUT_TORCH = {
     "audit tiny_ocr_lora algorithm.rollout_correction.rollout_rs=token_k4": 2,
     "audit . --batches 2": 2,
     "plan tiny_ocr_lora actor.loss_mode=flow_gripo": 2,
+    "plan tiny_ocr_lora sampling.height=17": 2,
+    "train tiny_ocr_lora reward.terms=[{name:orc}]": 2,
     "eval nowhere": 2,
     "translate nowhere": 2,
 }

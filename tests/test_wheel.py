@@ -9,7 +9,7 @@ import pytest
 
 import flowcorr
 from flowcorr.config import recipe_names
-from flowcorr.instruments.plan.pipelines import SHIPPED
+from flowcorr.instruments.plan.architecture import SHIPPED
 
 ROOT = Path(flowcorr.__file__).parent.parent
 

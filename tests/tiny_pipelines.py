@@ -354,7 +354,7 @@ FAMILIES = {
     "ovis_image": Tiny(build=build_tiny_ovis_image, size=OVIS_IMAGE_SIZE, engine={"weight_sync": "merged"}),
     "wan": Tiny(build=build_tiny_wan, size=WAN_SIZE, frames=WAN_FRAMES),
 }
-"""The tiny pipeline of each family of `flowcorr.models.FAMILIES`; tests of all families run on these."""
+"""The tiny pipeline of each family of `flowcorr.config.families.FAMILIES`; tests of all families run on these."""
 PIPELINES = {
     **FAMILIES,
     "sd35": Tiny(build=build_tiny_sd35, size=SD35_SIZE),

@@ -109,13 +109,10 @@ def allowed_imports(arguments: argparse.Namespace) -> list[str]:
 def checked(arguments: argparse.Namespace) -> Config:
     """The configuration of the recipe on the command line, checked as far as that takes no model."""
     from flowcorr.config import load
+    from flowcorr.instruments.plan.preflight import check_prompts, check_settings
 
     find_own_code()
     config = load(arguments.recipe, arguments.overrides)
-
-    # A typo is told before the checks of models and rewards import torch.
-    from flowcorr.instruments.plan.preflight import check_prompts, check_settings
-
     check_settings(config)
     check_prompts(config)
     return config

@@ -242,18 +242,18 @@ def plan(arguments: argparse.Namespace) -> int:
     folder or the hub. torch.compile, reward models on a CPU and rewards over HTTP are not predicted.
     """
     from flowcorr.config import load
+    from flowcorr.instruments.plan.preflight import check_settings
 
     if arguments.ranks < 1:
         raise ConfigError(f"--ranks {arguments.ranks} must be at least 1")
     find_own_code()
     gpu = find_gpu(arguments.gpu)
     config = load(arguments.recipe, arguments.overrides)
+    check_settings(config)
 
-    # A typo is told before torch is imported.
-    from flowcorr.instruments.plan.preflight import check_settings
+    # After the checks: a mistake is told before torch is imported.
     from flowcorr.instruments.plan.report import plan as predict
 
-    check_settings(config)
     title = " ".join((arguments.recipe, *arguments.overrides))
     with _at_work(f"planning {title}: tracing each phase without weights"):
         made = predict(config, gpu=gpu, ranks=arguments.ranks, title=title)

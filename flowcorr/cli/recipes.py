@@ -1,4 +1,4 @@
-"""The commands that print a recipe, or what is in one. torch is imported only where models or rewards are checked."""
+"""The commands that print a recipe, or what is in one. They need no torch, but for code of the user's own."""
 
 from __future__ import annotations
 
@@ -19,13 +19,10 @@ def config(arguments: argparse.Namespace) -> int:
       flowcorr config tiny_ocr_lora actor.lr=1e-4 > my_recipe.yaml
     """
     from flowcorr.config import load, to_yaml
+    from flowcorr.instruments.plan.preflight import check_prompts, check_settings
 
     find_own_code()
     config = load(arguments.recipe, arguments.overrides)
-
-    # A typo is told before the checks of models and rewards import torch.
-    from flowcorr.instruments.plan.preflight import check_prompts, check_settings
-
     check_settings(config)
     try:
         check_prompts(config)
@@ -56,13 +53,10 @@ def translate(arguments: argparse.Namespace) -> int:
       flowcorr translate general_ocr_sd3.json --gpus 8
     """
     from flowcorr.config.load import load_text
+    from flowcorr.instruments.plan.preflight import check_settings
     from flowcorr.translate import translate as translated
 
     text = translated(arguments.source, arguments.overrides, gpus=arguments.gpus, all_keys=arguments.all)
-
-    # A refusal is told before the checks of models and rewards import torch.
-    from flowcorr.instruments.plan.preflight import check_settings
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # `flowcorr train` says them
         check_settings(load_text(text))

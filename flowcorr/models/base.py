@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,18 +12,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from flowcorr.config.families import check_frames
 from flowcorr.config.schema import SamplingConfig
 from flowcorr.devices import empty_cache
 from flowcorr.errors import ConfigError
 from flowcorr.models.adapter_files import at_full_strength, write_for_diffusers, write_for_peft
 from flowcorr.models.cuts import CutReport
 from flowcorr.models.schedule import Schedule
-from flowcorr.models.sizes import check_frames
 from flowcorr.records import Prompt
 
 Conditioning = dict[str, Tensor]
-GUIDANCE_KEYS = ("guidance_scale", "true_cfg_scale")
-"""Keys of `sampling` that turn guidance on; a family reads one of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +105,8 @@ def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
 class ModelFamily(ABC):
     """A pipeline of one model family, with the few operations that sampling and training share.
 
-    All facts about a family are attributes of its class; of those with a default, a family states its own.
+    All facts about a family are attributes of its class; of those with a default, a family states its own. Families of
+    flowcorr take those that are needed before torch is imported from their row of `flowcorr.config.families`.
 
     Attributes:
         pipeline: the diffusers pipeline; `transformer` is trained, all other components are frozen.
@@ -120,7 +118,8 @@ class ModelFamily(ABC):
         name: the value of `model.family`.
         pipeline_class: the pipeline's class in diffusers.
         lora_targets: ends of the names of the layers that get an adapter.
-        guidance_key: the key of `sampling` that turns guidance on, one of `GUIDANCE_KEYS`.
+        guidance_key: the key of `sampling` that turns guidance on, one of
+            `flowcorr.config.families.GUIDANCE_KEYS`.
         encodes_negative: whether guidance needs the encoded negative prompt.
         default_text_tokens: tokens of the long text encoder, where `model.max_sequence_length` is null.
         makes_videos: whether its samples are videos, of one frame or more; see `records.Images`.
@@ -375,27 +374,6 @@ def with_negative(
         name: torch.cat([conditioning.get(f"negative_{name}", rows), rows]) for name, rows in prompts.items()
     }
     return torch.cat([latents, latents]), torch.cat([timesteps, timesteps]), both
-
-
-def check_sampling(sampling: SamplingConfig, family: type[ModelFamily]) -> None:
-    """Check that a family reads the keys that are set.
-
-    Raises:
-        ConfigError: it makes no videos, and several frames are asked for.
-
-    Warns:
-        UserWarning: guidance is set by another key, which has no effect. Python shows it once.
-    """
-    check_frames(sampling.num_frames, family.name, makes_videos=family.makes_videos)
-    for key in GUIDANCE_KEYS:
-        value = getattr(sampling, key)
-        if key != family.guidance_key and value != getattr(SamplingConfig(), key):
-            warnings.warn(
-                f"sampling.{key}={value} has no effect: a model of the family {family.name} reads "
-                f"sampling.{family.guidance_key}",
-                UserWarning,
-                stacklevel=1,  # from one place, or Python would show it again
-            )
 
 
 def decode_scaled(vae: Any, latents: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowcorr.config.families import FAMILIES
 from flowcorr.config.layers import JOINT_ATTENTION, JOINT_FEED_FORWARD
 from flowcorr.models.base import (
     Conditioning,
@@ -26,7 +27,7 @@ class Flux(PackedFamily):
     """`FluxPipeline`; dev reads `guidance_scale` as an input, schnell has no guidance."""
 
     name = "flux"
-    pipeline_class = "FluxPipeline"
+    pipeline_class = FAMILIES["flux"].pipeline_class
     lora_targets = (*JOINT_ATTENTION, *JOINT_FEED_FORWARD)
     encodes_negative = False
     vllm_omni = InVllmOmni(

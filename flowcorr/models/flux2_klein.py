@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowcorr.config.families import FAMILIES
 from flowcorr.config.layers import JOINT_ATTENTION
 from flowcorr.errors import ConfigError
 from flowcorr.models.base import Conditioning, Guidance, InVllmOmni, TextShapes, positions
@@ -24,7 +25,7 @@ class Flux2Klein(PackedFamily):
     """
 
     name = "flux2_klein"
-    pipeline_class = "Flux2KleinPipeline"
+    pipeline_class = FAMILIES["flux2_klein"].pipeline_class
     lora_targets = (
         *JOINT_ATTENTION,
         "attn.to_qkv_mlp_proj",

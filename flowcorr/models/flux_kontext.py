@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from flowcorr.config.families import FAMILIES
 from flowcorr.models.base import Conditioning, Guidance, InVllmOmni, positions
 from flowcorr.models.flux import Flux
 from flowcorr.records import Prompt
@@ -20,7 +21,7 @@ class FluxKontext(Flux):
     """
 
     name = "flux_kontext"
-    pipeline_class = "FluxKontextPipeline"
+    pipeline_class = FAMILIES["flux_kontext"].pipeline_class
     num_references = (0, 1)
     vllm_omni = InVllmOmni(
         transformer="vllm_omni.diffusion.models.flux.flux_transformer:FluxKontextTransformer2DModel"

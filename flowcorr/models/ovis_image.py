@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowcorr.config.families import FAMILIES
 from flowcorr.config.layers import JOINT_ATTENTION, JOINT_FEED_FORWARD
 from flowcorr.models.base import (
     Conditioning,
@@ -30,7 +31,7 @@ class OvisImage(PackedFamily):
     """
 
     name = "ovis_image"
-    pipeline_class = "OvisImagePipeline"
+    pipeline_class = FAMILIES["ovis_image"].pipeline_class
     lora_targets = (*JOINT_ATTENTION, *JOINT_FEED_FORWARD)
     default_text_tokens = 256
     vllm_omni = InVllmOmni(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flowcorr.config.families import FAMILIES
 from flowcorr.config.layers import JOINT_ATTENTION
 from flowcorr.models.base import Conditioning, Guidance, InVllmOmni, TextShapes
 from flowcorr.models.frame_vae import decode_frames, encode_frames
@@ -34,8 +35,8 @@ class QwenImage(PackedFamily):
     """
 
     name = "qwen_image"
-    guidance_key = "true_cfg_scale"
-    pipeline_class = "QwenImagePipeline"
+    guidance_key = FAMILIES["qwen_image"].guidance_key
+    pipeline_class = FAMILIES["qwen_image"].pipeline_class
     lora_targets = (
         *JOINT_ATTENTION,
         "img_mlp.net.0.proj",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flowcorr.config.families import FAMILIES
 from flowcorr.models.base import Conditioning, Guidance, TextShapes
 from flowcorr.models.qwen_image import QwenImage
 from flowcorr.records import Prompt
@@ -30,7 +31,7 @@ class QwenImageEdit(QwenImage):
     """
 
     name = "qwen_image_edit"
-    pipeline_class = "QwenImageEditPipeline"
+    pipeline_class = FAMILIES["qwen_image_edit"].pipeline_class
     num_references = (1, 1)
     vision_tokens = 37 * 37
 
@@ -95,7 +96,7 @@ class QwenImageEditPlus(QwenImageEdit):
     """
 
     name = "qwen_image_edit_plus"
-    pipeline_class = "QwenImageEditPlusPipeline"
+    pipeline_class = FAMILIES["qwen_image_edit_plus"].pipeline_class
     num_references = (1, 3)
     vision_tokens = 14 * 14
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowcorr.config.families import FAMILIES
 from flowcorr.config.layers import JOINT_ATTENTION
 from flowcorr.models.base import Conditioning, Guidance, InVllmOmni, ModelFamily, TextShapes, decode_scaled
 from flowcorr.models.schedule import Schedule
@@ -19,7 +20,7 @@ class SD3(ModelFamily):
     """`StableDiffusion3Pipeline`; guidance is on above `guidance_scale` 1."""
 
     name = "sd3"
-    pipeline_class = "StableDiffusion3Pipeline"
+    pipeline_class = FAMILIES["sd3"].pipeline_class
     lora_targets = JOINT_ATTENTION
     default_text_tokens = 256
     vllm_omni = InVllmOmni(

@@ -5,19 +5,6 @@ from __future__ import annotations
 from flowcorr.errors import ConfigError
 
 
-def check_frames(num_frames: int | None, family: str, *, makes_videos: bool) -> None:
-    """Check that several frames are asked of a family that makes videos only.
-
-    Raises:
-        ConfigError: it makes images.
-    """
-    if num_frames not in (None, 1) and not makes_videos:
-        raise ConfigError(
-            f"sampling.num_frames={num_frames} asks for videos, and a model of the family {family} makes images; "
-            "leave the key out, or take a model that makes videos, such as Wan"
-        )
-
-
 def check_frame_count(num_frames: int, factor: int) -> None:
     """Check that `num_frames` is one frame more than a multiple of `factor`, as a VAE that packs frames makes them.
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowcorr.config.families import FAMILIES
 from flowcorr.errors import ConfigError
 from flowcorr.models.base import Conditioning, Guidance, InVllmOmni, ModelFamily, TextShapes
 from flowcorr.models.frame_vae import decode_frames
@@ -32,13 +33,13 @@ class Wan(ModelFamily):
     """
 
     name = "wan"
-    pipeline_class = "WanPipeline"
+    pipeline_class = FAMILIES["wan"].pipeline_class
     lora_targets = tuple(
         f"{attention}.{layer}"
         for attention in ("attn1", "attn2")
         for layer in ("to_q", "to_k", "to_v", "to_out.0")
     )
-    makes_videos = True
+    makes_videos = FAMILIES["wan"].makes_videos
     vllm_omni = InVllmOmni(
         transformer="vllm_omni.diffusion.models.wan2_2.wan2_2_transformer:WanTransformer3DModel",
         vae="vllm_omni.diffusion.distributed.autoencoders.autoencoder_kl_wan:DistributedAutoencoderKLWan",

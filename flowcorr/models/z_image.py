@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from flowcorr.config.families import FAMILIES
 from flowcorr.config.layers import ATTENTION
 from flowcorr.models.base import Conditioning, Guidance, InVllmOmni, ModelFamily, TextShapes, decode_scaled
 from flowcorr.models.schedule import Schedule, linear_schedule
@@ -53,7 +54,7 @@ class ZImage(ModelFamily):
     """
 
     name = "z_image"
-    pipeline_class = "ZImagePipeline"
+    pipeline_class = FAMILIES["z_image"].pipeline_class
     lora_targets = (
         *(f"attention.{layer}" for layer in ATTENTION),
         "feed_forward.w1",

@@ -9,10 +9,11 @@ from pathlib import Path
 from flowcorr import lora
 from flowcorr.actor.weights import FILE_PATTERN
 from flowcorr.config import yaml_text
+from flowcorr.config.families import PIPELINES
 from flowcorr.config.load import without_interpolation
 from flowcorr.config.schema import Config
 from flowcorr.errors import BackendError, ConfigError
-from flowcorr.models import FAMILIES, load_family, pipeline_class_of
+from flowcorr.models import load_family, pipeline_class_of
 from flowcorr.models.adapter_files import DIFFUSERS_FILE, PEFT_CONFIG, PEFT_FILE
 from flowcorr.private import redact
 from flowcorr.trackers import IMAGES_FOLDER
@@ -100,8 +101,7 @@ def _family_name(config: Config) -> str:
     """The family of the model; where `model.family` leaves it to the pipeline, its class tells it."""
     if config.model.family != "auto":
         return config.model.family
-    class_name = pipeline_class_of(config.model.path)
-    return next((name for name, family in FAMILIES.items() if family.pipeline_class == class_name), "")
+    return PIPELINES.get(pipeline_class_of(config.model.path), "")
 
 
 def _copy_weights(checkpoint: Path, folder: Path, *, whole: bool) -> None:

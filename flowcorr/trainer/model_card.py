@@ -11,8 +11,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import flowcorr
+from flowcorr.config.families import FAMILIES
 from flowcorr.config.schema import Config
-from flowcorr.models import EMBEDDED, FAMILIES, ModelFamily
+from flowcorr.models import EMBEDDED, ModelFamily, resolve_family
 from flowcorr.trainer.run_config import RunConfig
 
 _ON_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -43,7 +44,7 @@ def model_card(
         merged: whether the folder also holds merged weights.
     """
     config, base = run.config, run.config.model.path
-    kind = FAMILIES.get(family)
+    kind = resolve_family(family) if family in FAMILIES else None
     rank = config.model.lora.rank
     base_code = f'str(EMBEDDED["{base}"])' if base in EMBEDDED else _quoted(base)
     return (

@@ -12,13 +12,13 @@ import torch
 from flowcorr import distributed
 from flowcorr.actor import DiffusionActor
 from flowcorr.config import resolve_engine
+from flowcorr.config.families import check_sampling
 from flowcorr.config.run import SERVED
 from flowcorr.config.schema import Config
 from flowcorr.config.task import RewardTerm
 from flowcorr.data import PromptSet, PromptStream, load_prompts, prompts_digest
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.models import ModelFamily, load_family
-from flowcorr.models.base import check_sampling
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Prompt
 from flowcorr.rewards import (
@@ -72,7 +72,9 @@ def load_model(config: Config) -> ModelFamily:
             reference_size=(config.sampling.height, config.sampling.width),
             transformer_on_host=shards_weights(config),
         )
-    check_sampling(config.sampling, type(family))
+    check_sampling(
+        config.sampling, family.name, guidance_key=family.guidance_key, makes_videos=family.makes_videos
+    )
     return family
 
 

@@ -16,35 +16,32 @@ _JOINT_LAYERS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """A model family.
+class Translated:
+    """A model family whose configurations are translated.
 
     Attributes:
         checkpoint: a regular expression that finds the family in a checkpoint's name in lower case.
-        guidance_key: the key of `sampling` that turns guidance on.
         guidance_offset: the scale of guidance here, minus the same scale as the pipeline counts it.
         linear_layers: ends of the names of all linear layers of the transformer, and of nothing else.
     """
 
     checkpoint: str
-    guidance_key: str = "guidance_scale"
     guidance_offset: float = 0.0
     linear_layers: tuple[str, ...] = ()
 
 
-FAMILIES = {
-    "sd3": Family(
+TRANSLATED = {
+    "sd3": Translated(
         checkpoint=r"stable-diffusion-3|(^|[^a-z])sd-?3",
         linear_layers=(*_JOINT_LAYERS, "norm1.linear", "norm1_context.linear", "context_embedder"),
     ),
-    "qwen_image": Family(
+    "qwen_image": Translated(
         checkpoint=r"qwen-?image",
-        guidance_key="true_cfg_scale",
         linear_layers=(*_JOINT_LAYERS, "img_mod.1", "txt_mod.1", "img_in", "txt_in"),
     ),
-    "flux": Family(checkpoint=r"flux[.\-_]?1|flux-?(dev|schnell)|(^|[^a-z])flux$"),
-    "flux2_klein": Family(checkpoint=r"flux[.\-_]?2.*klein"),
-    "z_image": Family(checkpoint=r"z-?image", guidance_offset=1.0),
+    "flux": Translated(checkpoint=r"flux[.\-_]?1|flux-?(dev|schnell)|(^|[^a-z])flux$"),
+    "flux2_klein": Translated(checkpoint=r"flux[.\-_]?2.*klein"),
+    "z_image": Translated(checkpoint=r"z-?image", guidance_offset=1.0),
 }
 
 _STARTS = {
@@ -60,7 +57,7 @@ def family_of(path: str) -> str | None:
     for name in reversed(path.lower().split("/")):
         if re.search(_OTHERS, name):
             return None
-        for family, facts in FAMILIES.items():
+        for family, facts in TRANSLATED.items():
             if re.search(facts.checkpoint, name):
                 return family
     return None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from flowcorr.config.families import find_family
 from flowcorr.translate import flow_factory_values as there
 from flowcorr.translate import rewards
-from flowcorr.translate.families import FAMILIES, family_of, untranslated
+from flowcorr.translate.families import family_of, untranslated
 from flowcorr.translate.flow_factory_values import ABSENT, MODELS, REQUIRED, SDE_TYPES, WHOLE_RUN
 from flowcorr.translate.table import Given, Left, Row, Table, dtype_of
 
@@ -119,7 +120,7 @@ def _guidance(key: str) -> Row:
         f"sampling.{key}",
         there.guidance,
         "of Z-Image one more than its pipeline counts",
-        when=lambda get: FAMILIES[there.family(get)].guidance_key == key,
+        when=lambda get: find_family(there.family(get)).guidance_key == key,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from flowcorr.config.layers import ATTENTION, JOINT_ATTENTION, JOINT_FEED_FORWARD
 from flowcorr.errors import ConfigError
 from flowcorr.translate import rewards
-from flowcorr.translate.families import FAMILIES
+from flowcorr.translate.families import TRANSLATED
 from flowcorr.translate.rewards import Reward
 from flowcorr.translate.table import TRACKERS, Given, decay_of_one, dtype_of
 
@@ -177,7 +177,7 @@ def sigmas_note(get: Given) -> str:
 
 def guidance(get: Given) -> float:
     """The scale of guidance as it counts here."""
-    return get("train.guidance_scale") + FAMILIES[family(get)].guidance_offset
+    return get("train.guidance_scale") + TRANSLATED[family(get)].guidance_offset
 
 
 def size(get: Given, section: str, side: int) -> int:

@@ -10,10 +10,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from flowcorr.config.families import find_family
 from flowcorr.config.layers import JOINT_ATTENTION, JOINT_FEED_FORWARD
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.translate import rewards
-from flowcorr.translate.families import FAMILIES, require_family
+from flowcorr.translate.families import require_family
 from flowcorr.translate.rewards import Reward
 from flowcorr.translate.table import Given, Left, Row, Table, decay_of_one, dtype_of
 
@@ -263,13 +264,13 @@ ROWS = (
         "sample.guidance_scale",
         "sampling.guidance_scale",
         lambda get: get("sample.guidance_scale", float),
-        when=lambda get: FAMILIES[_family(get)].guidance_key == "guidance_scale",
+        when=lambda get: find_family(_family(get)).guidance_key == "guidance_scale",
     ),
     Row(
         "sample.guidance_scale",
         "sampling.true_cfg_scale",
         lambda get: get("sample.guidance_scale", float),
-        when=lambda get: FAMILIES[_family(get)].guidance_key == "true_cfg_scale",
+        when=lambda get: find_family(_family(get)).guidance_key == "true_cfg_scale",
     ),
     Row(
         (),

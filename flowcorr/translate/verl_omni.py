@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from flowcorr.config.families import find_family
 from flowcorr.translate import rewards
 from flowcorr.translate import verl_omni_values as there
 from flowcorr.translate.table import TRACKERS, Given, How, Left, Row, Table, dtype_of
@@ -84,7 +85,7 @@ def _guidance(key: str) -> Row:
         f"{PIPELINE}.{key}",
         f"sampling.{key}",
         there.guidance,
-        when=lambda get: there.facts(get).guidance_key == key,
+        when=lambda get: find_family(there.family(get)).guidance_key == key,
     )
 
 

@@ -6,9 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from flowcorr.config.families import find_family
 from flowcorr.errors import ConfigError
 from flowcorr.translate import rewards
-from flowcorr.translate.families import FAMILIES, Family, require_family
+from flowcorr.translate.families import TRANSLATED, require_family
 from flowcorr.translate.rewards import Reward
 from flowcorr.translate.table import TRACKERS, Given, dtype_of
 
@@ -48,11 +49,6 @@ _REWARD_FILES = {
 def family(get: Given) -> str:
     """The name of the model's family."""
     return require_family(f"{MODEL}.path", get(f"{MODEL}.path", str), ("sd3", "qwen_image"))
-
-
-def facts(get: Given) -> Family:
-    """The family."""
-    return FAMILIES[family(get)]
 
 
 def loss_of(get: Given) -> str:
@@ -102,7 +98,7 @@ def targets(get: Given) -> list[str] | None:
     key = f"{MODEL}.target_modules"
     given = get(key)
     if given == "all-linear":
-        return list(facts(get).linear_layers)
+        return list(TRANSLATED[family(get)].linear_layers)
     if not isinstance(given, list):
         raise ConfigError(
             f"{key}={given} is a pattern of whole names to peft; give a list, such as ['to_q','to_k']"
@@ -139,7 +135,7 @@ def window_size(get: Given) -> int:
 
 def guidance(get: Given) -> float:
     """The scale of guidance that its pipeline of the family reads."""
-    return get(f"{PIPELINE}.{facts(get).guidance_key}", float | None) or 1.0
+    return get(f"{PIPELINE}.{find_family(family(get)).guidance_key}", float | None) or 1.0
 
 
 def corrects(get: Given) -> bool:

@@ -4,45 +4,16 @@ import pytest
 import torch
 from torch import nn
 
-from flowcorr.config.schema import SamplingConfig
 from flowcorr.errors import ConfigError
 from flowcorr.models import Guidance
 from flowcorr.models.base import (
-    check_sampling,
     positions,
     repeated_blocks,
     with_negative,
 )
-from flowcorr.models.qwen_image import QwenImage
 from flowcorr.models.sd3 import SD3
 from flowcorr.records import Prompt
 from flowcorr.references import Reference
-
-
-@pytest.mark.parametrize(
-    ("family", "reads", "unread"),
-    [(SD3, "guidance_scale", "true_cfg_scale"), (QwenImage, "true_cfg_scale", "guidance_scale")],
-)
-def test_guidance_that_a_family_does_not_read_warns(family, reads, unread):
-    sampling = SamplingConfig(guidance_scale=3.0, true_cfg_scale=4.0)
-    message = (
-        f"^sampling.{unread}=.* has no effect: a model of the family {family.name} reads sampling.{reads}$"
-    )
-    with pytest.warns(UserWarning, match=message) as seen:
-        check_sampling(sampling, family)
-    assert len(seen) == 1
-    check_sampling(SamplingConfig(**{reads: 4.0}), family)
-
-
-def test_several_frames_are_asked_of_models_that_make_videos():
-    for num_frames in (None, 1):
-        check_sampling(SamplingConfig(num_frames=num_frames), SD3)
-    with pytest.raises(
-        ConfigError, match=r"sampling.num_frames=9 asks for videos, .* family sd3 makes images"
-    ):
-        check_sampling(SamplingConfig(num_frames=9), SD3)
-    with pytest.raises(ConfigError, match="sampling.num_frames=0 is out of range"):
-        SamplingConfig(num_frames=0)
 
 
 def test_guidance_is_two_velocities_of_one_batch():

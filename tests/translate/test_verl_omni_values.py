@@ -5,7 +5,7 @@ import re
 import pytest
 
 from flowcorr.errors import ConfigError
-from flowcorr.translate.families import FAMILIES
+from flowcorr.translate.families import TRANSLATED
 from tests.translate.configs import OMNI
 
 OPTIM, PATH, FUNCTIONS = f"{OMNI}actor.optim", "reward.custom_reward_function", "reward.reward_functions"
@@ -99,7 +99,7 @@ def test_values_that_cannot_be_told_are_refused(omni, overrides, message):
 
 def test_every_linear_layer_by_its_name(omni):
     found, text = omni(f"{OMNI}model.target_modules=all-linear")
-    assert found.model.lora.targets == FAMILIES["qwen_image"].linear_layers
+    assert found.model.lora.targets == TRANSLATED["qwen_image"].linear_layers
     assert re.search(
         r"targets: .*  # actor_rollout_ref\.model\.target_modules, .* \(all-linear is every linear layer\)\n",
         text,

@@ -13,7 +13,8 @@ from torch import nn
 
 from flowcorr.config.schema import Config
 from flowcorr.config.task import RewardTerm
-from flowcorr.instruments.plan.pipelines import Architecture, build_component, build_family, find_clip
+from flowcorr.instruments.plan.architecture import Architecture, find_clip
+from flowcorr.instruments.plan.pipelines import build_component, build_family
 from flowcorr.instruments.plan.text_inputs import TextInputs
 from flowcorr.instruments.plan.tracing import Tracer, Work
 from flowcorr.models import DTYPES

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from flowcorr.config.families import check_sampling, find_family
 from flowcorr.config.schema import Config
 from flowcorr.data import load_prompts
-from flowcorr.devices import check_device_name
+from flowcorr.device_names import check_device_name
 from flowcorr.instruments.metrics.table import rows_of
-from flowcorr.instruments.plan.pipelines import Architecture, family_class, local_architecture
-from flowcorr.models import resolve_family
-from flowcorr.models.base import check_sampling
+from flowcorr.instruments.plan.architecture import Architecture, local_architecture
 from flowcorr.models.sizes import check_frame_count, check_size
 from flowcorr.rewards import check_prompts as check_prompts_of
 from flowcorr.rewards import check_terms
@@ -37,10 +36,14 @@ def check_settings(config: Config) -> None:
     if ":" in config.model.family:
         return
     architecture = local_architecture(config.model.path)
-    if config.model.family != "auto":
-        check_sampling(config.sampling, resolve_family(config.model.family))
-    elif architecture is not None:
-        check_sampling(config.sampling, family_class(architecture, config.model))
+    name = config.model.family
+    if name == "auto" and architecture is not None:
+        name = architecture.family
+    if name != "auto":
+        family = find_family(name)
+        check_sampling(
+            config.sampling, name, guidance_key=family.guidance_key, makes_videos=family.makes_videos
+        )
     if architecture is not None:
         _check_sizes(config, architecture)
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from flowcorr.config.families import FAMILIES
 from flowcorr.config.schema import Config
 from flowcorr.errors import ConfigError
-from flowcorr.instruments.plan.pipelines import Architecture
-from flowcorr.models import FAMILIES, Conditioning, Guidance, ModelFamily
+from flowcorr.instruments.plan.architecture import Architecture
+from flowcorr.models import Conditioning, Guidance, ModelFamily
 from flowcorr.models.base import TextShapes
 from flowcorr.models.prompt_cache import MULTIPLE
 

@@ -10,8 +10,9 @@ from flowcorr.config import resolve_engine
 from flowcorr.config.schema import Config
 from flowcorr.config.task import RewardTerm
 from flowcorr.data import load_prompts
+from flowcorr.instruments.plan.architecture import Architecture, find_architecture
 from flowcorr.instruments.plan.components import Component, trace_clip, trace_decoder, trace_text_encoders
-from flowcorr.instruments.plan.pipelines import Architecture, family_class, find_architecture
+from flowcorr.instruments.plan.pipelines import family_class
 from flowcorr.instruments.plan.sharding import computed
 from flowcorr.instruments.plan.text_inputs import encoder_inputs, text_inputs, with_longest_prompt
 from flowcorr.instruments.plan.tracing import Work

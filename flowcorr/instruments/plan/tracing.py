@@ -29,8 +29,6 @@ from flowcorr.models.quantized import QuantizedLinear
 
 ALLOCATION = 512
 """torch's CUDA allocator rounds up to multiples of so many bytes."""
-TRACED = 3
-"""Blocks of a kind that are built, of a model with more. The first and the last may differ from those between them."""
 
 _aten = torch.ops.aten
 _FREE = frozenset({

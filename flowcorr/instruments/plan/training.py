@@ -19,7 +19,8 @@ from flowcorr.actor.adamw import BLOCK, SMALLEST
 from flowcorr.actor.passes import passes_of
 from flowcorr.algorithm import AutoMode, needs_old_means, needs_rollout_means
 from flowcorr.config.schema import Config
-from flowcorr.instruments.plan.pipelines import Architecture, build_family, nbytes
+from flowcorr.instruments.plan.architecture import Architecture
+from flowcorr.instruments.plan.pipelines import build_family, nbytes
 from flowcorr.instruments.plan.text_inputs import text_inputs
 from flowcorr.instruments.plan.tracing import Section, Tracer, Work
 from flowcorr.lora import ADAPTER

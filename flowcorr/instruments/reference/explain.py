@@ -96,8 +96,9 @@ def _own(path: str) -> Iterator[str]:
     """A row of metrics by its parts; anything else that a key names as `module:name` by its docstring."""
     found = import_target("flowcorr explain", path, "it")
     if not isinstance(found, Metric):
+        first_line, _, _ = (inspect.getdoc(found) or "").partition("\n")
         yield f"{path} (code of your own)"
-        yield f"  {(inspect.getdoc(found) or '').partition(chr(10))[0]}"
+        yield f"  {first_line}"
         return
     yield from _metric(found.name, found)
     yield f"  finding: {found.rule.name}" if found.rule is not None else "  no rule judges it"

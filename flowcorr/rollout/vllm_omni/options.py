@@ -9,9 +9,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, cast, get_args
 
 from flowcorr import distributed
+from flowcorr.config.families import FAMILIES
 from flowcorr.config.schema import Config
 from flowcorr.errors import ConfigError, unknown_choice
-from flowcorr.models import FAMILIES, ModelFamily
+from flowcorr.models import ModelFamily, resolve_family
 from flowcorr.models.base import InVllmOmni
 from flowcorr.rollout.vllm_omni.client import import_vllm_omni
 from flowcorr.rollout.vllm_omni.plugin import PIPELINE
@@ -82,7 +83,7 @@ def engine_options(
         MissingExtraError: vllm-omni is not installed.
     """
     if family.vllm_omni is None:
-        known = ", ".join(name for name, other in FAMILIES.items() if other.vllm_omni is not None)
+        known = ", ".join(name for name in FAMILIES if resolve_family(name).vllm_omni is not None)
         raise ConfigError(
             f"rollout.name=vllm_omni cannot sample with the model family {family.name}, only with {known}; use "
             f"rollout.name=in_process, or state {type(family).__name__}.vllm_omni: examples/new_model.py shows how"

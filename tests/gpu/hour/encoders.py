@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowcorr.instruments.plan.pipelines import Architecture, find_architecture
+from flowcorr.instruments.plan.architecture import Architecture, find_architecture
 from flowcorr.models import DTYPES
 from tests.gpu.hour import meter
 from tests.gpu.hour.families import RandomWeights, random_family, recipe_config

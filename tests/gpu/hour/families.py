@@ -18,7 +18,8 @@ from flowcorr.algorithm import (
 )
 from flowcorr.config import load
 from flowcorr.config.schema import Config
-from flowcorr.instruments.plan.pipelines import Architecture, build_family, find_architecture
+from flowcorr.instruments.plan.architecture import Architecture, find_architecture
+from flowcorr.instruments.plan.pipelines import build_family
 from flowcorr.instruments.plan.text_inputs import text_inputs
 from flowcorr.instruments.plan.training import one_optimizer_step
 from flowcorr.models import DTYPES, Conditioning, Guidance, ModelFamily

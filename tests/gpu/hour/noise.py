@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from flowcorr import sde
 from flowcorr.config.schema import Config
-from flowcorr.instruments.plan.pipelines import Architecture, find_architecture
+from flowcorr.instruments.plan.architecture import Architecture, find_architecture
 from flowcorr.models import Guidance, ModelFamily
 from flowcorr.rollout.emulate import FP8_MAX, round_weight
 from flowcorr.sde.transition import over_elements

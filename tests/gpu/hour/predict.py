@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from flowcorr.config.schema import Config
 from flowcorr.instruments.plan.answers import MARGIN
+from flowcorr.instruments.plan.architecture import Architecture, find_architecture
 from flowcorr.instruments.plan.components import trace_decoder, trace_text_encoders
 from flowcorr.instruments.plan.devices import DECODING, EAGER, Gpu
 from flowcorr.instruments.plan.estimate import HALF, roofline
-from flowcorr.instruments.plan.pipelines import Architecture, family_class, find_architecture
+from flowcorr.instruments.plan.pipelines import family_class
 from flowcorr.instruments.plan.text_inputs import TextInputs, text_inputs
 from flowcorr.instruments.plan.tracing import Work
 from flowcorr.instruments.plan.training import Training, one_optimizer_step, trace_training

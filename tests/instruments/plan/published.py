@@ -14,10 +14,10 @@ from statistics import median
 
 from flowcorr.config import load
 from flowcorr.instruments.plan.answers import Plan
+from flowcorr.instruments.plan.architecture import find_architecture
 from flowcorr.instruments.plan.components import trace_decoder
 from flowcorr.instruments.plan.devices import ADAPTED, COMPILED, DECODING, EAGER, GPUS, Gpu, Speed
 from flowcorr.instruments.plan.estimate import engine_peak, plan_of, roofline
-from flowcorr.instruments.plan.pipelines import find_architecture
 from flowcorr.instruments.plan.traces import engine_pass, trace
 from flowcorr.instruments.plan.training import one_optimizer_step, trace_training
 

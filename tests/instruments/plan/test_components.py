@@ -3,8 +3,9 @@
 import pytest
 
 from flowcorr.config import RewardTerm
+from flowcorr.instruments.plan.architecture import find_architecture
 from flowcorr.instruments.plan.components import trace_clip, trace_decoder, trace_text_encoders
-from flowcorr.instruments.plan.pipelines import family_class, find_architecture
+from flowcorr.instruments.plan.pipelines import family_class
 from flowcorr.instruments.plan.text_inputs import text_inputs
 from flowcorr.models import load_family
 

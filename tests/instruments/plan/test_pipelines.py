@@ -6,7 +6,8 @@ import torch
 
 from flowcorr.config import ModelConfig, load, recipe_names
 from flowcorr.errors import ConfigError
-from flowcorr.instruments.plan.pipelines import Architecture, family_class, find_architecture, find_clip
+from flowcorr.instruments.plan.architecture import Architecture, find_architecture
+from flowcorr.instruments.plan.pipelines import family_class
 from flowcorr.models import load_family
 
 
@@ -25,13 +26,6 @@ def test_an_embedded_model_has_the_configuration_of_its_folder():
     architecture, family = find_architecture("tiny_ocr"), load_family(config)
     assert architecture.configs["transformer"]["num_layers"] == family.transformer.config.num_layers
     assert type(family) is family_class(architecture, config)
-
-
-def test_a_shallow_pipeline_keeps_each_kind_of_block():
-    transformer = {"num_layers": 24, "dual_attention_layers": tuple(range(13)), "width": 64}
-    deep = Architecture(path="x", model_index={}, configs={"transformer": transformer})
-    shallow = deep.shallow.configs["transformer"]
-    assert shallow == {"num_layers": 6, "dual_attention_layers": (0, 1, 2), "width": 64}
 
 
 @pytest.mark.parametrize("path", sorted({load(name).model.path for name in recipe_names()}))
@@ -56,10 +50,3 @@ def test_a_pipeline_of_no_family_is_named():
         match=r"model\.path='x' is a OtherPipeline, but flowcorr plan knows only StableDiffusion3Pipeline",
     ):
         family_class(architecture, ModelConfig(path="x"))
-
-
-def test_folders_without_a_configuration_are_named(tmp_path):
-    with pytest.raises(ConfigError, match="is not a diffusers pipeline"):
-        find_architecture(str(tmp_path))
-    with pytest.raises(ConfigError, match="has no configuration"):
-        find_clip(str(tmp_path))

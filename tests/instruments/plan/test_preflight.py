@@ -8,7 +8,7 @@ from tiny_pipelines import FAMILIES
 from flowcorr.config import load
 from flowcorr.config.schema import ModelConfig
 from flowcorr.errors import ConfigError
-from flowcorr.instruments.plan.pipelines import find_architecture, local_architecture
+from flowcorr.instruments.plan.architecture import find_architecture, local_architecture
 from flowcorr.instruments.plan.preflight import check_prompts, check_settings, size_limits
 from flowcorr.models import EMBEDDED, load_family
 

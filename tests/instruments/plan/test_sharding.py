@@ -5,7 +5,7 @@ import pytest
 from flowcorr.config.schema import LoraConfig
 from flowcorr.correction import OFF
 from flowcorr.distributed import fsdp
-from flowcorr.instruments.plan.pipelines import find_architecture
+from flowcorr.instruments.plan.architecture import find_architecture
 from flowcorr.instruments.plan.sharding import computed, sharded
 from flowcorr.instruments.plan.training import trace_training
 from tests.conftest import small_config, start_run

@@ -8,7 +8,8 @@ from tiny_pipelines import FAMILIES, build_tiny_qwen_image, build_tiny_z_image
 
 from flowcorr.config.schema import Config, ModelConfig, SamplingConfig
 from flowcorr.errors import ConfigError
-from flowcorr.instruments.plan.pipelines import family_class, find_architecture
+from flowcorr.instruments.plan.architecture import find_architecture
+from flowcorr.instruments.plan.pipelines import family_class
 from flowcorr.instruments.plan.text_inputs import encoder_inputs, text_inputs, with_longest_prompt
 from flowcorr.models import Guidance, ModelFamily, load_family
 from flowcorr.models.qwen_image import QwenImage

@@ -1,9 +1,9 @@
 """One trace serves every GPU."""
 
 from flowcorr.config import load
+from flowcorr.instruments.plan.architecture import find_architecture
 from flowcorr.instruments.plan.devices import GPUS
 from flowcorr.instruments.plan.estimate import plan_of
-from flowcorr.instruments.plan.pipelines import find_architecture
 from flowcorr.instruments.plan.traces import engine_pass, trace
 
 RECIPE = "tiny_jpeg_lora"

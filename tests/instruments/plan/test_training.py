@@ -8,7 +8,7 @@ import torch
 from flowcorr.config import load
 from flowcorr.config.schema import LoraConfig
 from flowcorr.correction import OFF
-from flowcorr.instruments.plan.pipelines import find_architecture
+from flowcorr.instruments.plan.architecture import find_architecture
 from flowcorr.instruments.plan.tracing import Tracer
 from flowcorr.instruments.plan.training import load_actor, one_optimizer_step, trace_training
 from tests.instruments.plan.allocation import allocated

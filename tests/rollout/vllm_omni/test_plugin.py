@@ -2,8 +2,9 @@
 
 import pytest
 
+from flowcorr.config.families import FAMILIES
 from flowcorr.imports import import_target
-from flowcorr.models import FAMILIES
+from flowcorr.models import resolve_family
 from flowcorr.rollout.vllm_omni.plugin import PIPELINE, register
 
 
@@ -20,7 +21,8 @@ def test_vllm_omni_loads_the_registered_class():
 
 @pytest.mark.vllm_omni
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_each_family_names_classes_of_the_engine(family):
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_family_names_classes_of_the_engine(name):
+    family = resolve_family(name)
     for path in (family.vllm_omni.transformer, family.vllm_omni.vae):
         assert isinstance(import_target("vllm_omni", path, "a class"), type)

@@ -11,8 +11,7 @@ from tiny_pipelines import PIPELINES, build_tiny_flux, build_tiny_z_image
 
 from flowcorr.config import ModelConfig
 from flowcorr.errors import ConfigError
-from flowcorr.instruments.plan.pipelines import find_architecture
-from flowcorr.models import EMBEDDED, Guidance, load_family, resolve_path
+from flowcorr.models import EMBEDDED, Guidance, load_family
 from tests.prompts import prompts_of
 
 
@@ -54,28 +53,6 @@ def test_attention_is_computed_by_the_backend_that_is_named(tmp_path):
 def test_a_backend_that_the_model_would_not_use_is_an_error():
     with pytest.raises(ConfigError, match=r"model\.attention='native' would have no effect: SD3Transformer"):
         load_family(ModelConfig(path="tiny_ocr", attention="native"))
-
-
-def test_an_embedded_name_is_a_folder_and_other_paths_stay(tmp_path):
-    assert resolve_path("tiny_ocr") == str(EMBEDDED["tiny_ocr"])
-    assert resolve_path("some/model") == "some/model"
-    assert resolve_path(str(tmp_path)) == str(tmp_path)
-
-
-def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "model").mkdir()
-    assert resolve_path("~/model") == str(tmp_path / "model")
-
-
-@pytest.mark.parametrize("path", ["~/missing", "/missing/model", "./missing", "../missing"])
-def test_a_folder_that_is_not_there_is_named_without_asking_the_hub(path, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=rf"model\.path='{path}': no such folder; give .*tiny_ocr$"):
-        load_family(ModelConfig(path=path))
-    with pytest.raises(ConfigError, match="no such folder"):
-        find_architecture(path)
 
 
 def test_family_may_be_named():

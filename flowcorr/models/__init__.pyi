@@ -1,0 +1,22 @@
+from .base import Conditioning, Guidance, ModelFamily
+from .load import DTYPES, check_attention, load_family, pipeline_class_of, quiet_loaders, resolve_family
+from .paths import EMBEDDED, resolve_path
+from .sampling_plan import SamplingPlan, windows_of
+from .schedule import Schedule
+
+__all__ = [
+    "DTYPES",
+    "EMBEDDED",
+    "Conditioning",
+    "Guidance",
+    "ModelFamily",
+    "SamplingPlan",
+    "Schedule",
+    "check_attention",
+    "load_family",
+    "pipeline_class_of",
+    "quiet_loaders",
+    "resolve_family",
+    "resolve_path",
+    "windows_of",
+]
