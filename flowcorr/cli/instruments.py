@@ -210,7 +210,7 @@ def _audit_of_recipe(arguments: argparse.Namespace) -> Report:
 def _without_garbage_collection() -> Iterator[None]:
     """Collect no reference cycles in the body, and none at exit.
 
-    Python would look for them among the half a million objects that imports leave: 3 of the 11 CPU seconds of a plan.
+    Python would look for them among the half a million objects that imports leave: a third of the CPU time of a plan.
     """
     atexit.register(gc.freeze)
     gc.disable()

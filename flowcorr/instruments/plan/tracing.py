@@ -1,8 +1,9 @@
 """Runs real code on tensors without values, and counts the memory and arithmetic that it would take.
 
-The tensors are torch's `FakeTensor`s of a CPU: they have a shape and a dtype, so a model of any size fits a laptop.
-Their attention stores no scores, as on a GPU; what a GPU's kernels need beside their results is added. Blocks that are
-alike are built three times, and counted as often as the real model has them.
+The tensors are those of a CPU, and have a layout only, so a model of any size fits a laptop. Their attention stores no
+scores, as on a GPU; what a GPU's kernels need beside their results is added. Blocks that are alike are built three
+times, and counted as often as the real model has them. What is computed from known numbers alone is computed, and not
+counted.
 """
 
 from __future__ import annotations
@@ -10,21 +11,30 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
-from torch.utils.weak import WeakIdKeyDictionary
 
 from flowcorr.algorithm import noise_floor
 from flowcorr.errors import BackendError
+from flowcorr.instruments.plan.valueless import (
+    Layout,
+    Valueless,
+    compute,
+    has_values,
+    make,
+    signature,
+    storage,
+    tensors,
+)
 from flowcorr.models.quantized import QuantizedLinear
 
 ALLOCATION = 512
@@ -40,7 +50,6 @@ _FLOPS = {  # torch lists neither its attention on CPUs, which counts as that on
     _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
 }
-_DATA_DEPENDENT = frozenset({"nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,22 +115,18 @@ class Tracer:
 
     def __init__(self) -> None:
         self.allocated = self.copies = 0.0
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._times = 1
         self._keeps_copies = False
         self._section = Section()
         self._sizes: dict[int, int] = {}
-        self._entered = contextlib.ExitStack()
+        self._counting = _Counting(self)
 
     def __enter__(self) -> Tracer:
-        with contextlib.ExitStack() as entered:
-            entered.enter_context(self.mode)
-            entered.enter_context(_Counting(self))
-            self._entered = entered.pop_all()
+        self._counting.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._entered.close()
+        self._counting.__exit__(*error)
         for cached in (noise_floor.edges, noise_floor.interval_ranks):
             cached.cache_clear()  # of results without values
 
@@ -240,7 +245,7 @@ class Tracer:
 
         def leave_out(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            key = parameter.grad.untyped_storage()._cdata
+            key = storage(parameter.grad)._cdata
             self.allocated -= self._sizes[key]
             self._sizes[key] = 0
 
@@ -258,15 +263,15 @@ class Tracer:
     # Called by `_Counting` ---------------------------------------------------------------------------------
 
     def _allocate(self, tensor: Tensor, *, is_copy: bool) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
+        memory = storage(tensor)
+        key = memory._cdata
         if key in self._sizes:
             return
-        size = -(-storage.nbytes() // ALLOCATION) * ALLOCATION
+        size = -(-memory.nbytes() // ALLOCATION) * ALLOCATION
         if is_copy and self._keeps_copies and not _in_backward():
             size *= self._times
         self._sizes[key] = size
-        weakref.finalize(storage, self._release, key, is_copy)
+        weakref.finalize(memory, self._release, key, is_copy)
         self.allocated += size
         if is_copy:
             self.copies += size
@@ -282,11 +287,29 @@ class Tracer:
         if self.allocated > self._section.peak:
             self._section.peak, self._section.copies = self.allocated, self.copies
 
-    def _run(self, flops: float, moved: float) -> None:
+    def _run(self, operation: _Operation) -> None:
+        self.pass_by(operation.workspace)
         section, times = self._section, self._times
-        section.flops += times * flops
-        section.moved += times * moved
-        section.kernels += times
+        section.flops += times * operation.flops
+        section.moved += times * operation.moved
+        section.kernels += times * operation.kernels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Operation:
+    """An operation on arguments of given layouts.
+
+    Attributes:
+        makes: the layouts of its results; None where they share memory with the arguments.
+        workspace: bytes that it takes beside its arguments and results.
+        flops, moved, kernels: see `Work`.
+    """
+
+    makes: Any
+    workspace: float
+    flops: float
+    moved: float
+    kernels: int
 
 
 class _Counting(TorchDispatchMode):
@@ -295,7 +318,7 @@ class _Counting(TorchDispatchMode):
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self.tracer = tracer
-        self._false = WeakIdKeyDictionary()
+        self._known: dict[Any, _Operation] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -304,57 +327,74 @@ class _Counting(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is _DEVICE:  # a query of torch, not an operation
-            return args[0].fake_device
         kwargs = kwargs or {}
-        packet = func.overloadpacket
-        name = packet.__name__
-        inputs = _tensors((args, kwargs.values()))
-        if not all(isinstance(tensor, FakeTensor) for tensor in inputs):
-            args, kwargs = tree_map_only(Tensor, self._fake, (args, kwargs))
-            inputs = _tensors((args, kwargs.values()))
-        if name == "_local_scalar_dense":
-            return self._number(func, args[0])
-        if name in _DATA_DEPENDENT:
-            return self._selection(name, args[0])
+        inputs = tensors((args, kwargs.values()))
+        if inputs and all(map(has_values, inputs)):
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if name in _BY_VALUES:
+            return _BY_VALUES[name](*args)
         if name == "index" and any(
             isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1]
         ):
             (mask,) = args[1]  # as if it were true everywhere
             return args[0].flatten(0, mask.dim() - 1).clone()
-        out = func(*args, **kwargs)
-        outputs = _tensors((out,))
+        key = func, signature(args), signature(kwargs.items())
+        operation = self._known.get(key)
+        makes = operation and operation.makes
+        results = compute(func, args, kwargs) if makes is None else make(makes)
+        if operation is None:
+            operation = self._known[key] = _operation(func, args, kwargs, inputs, results)
         if name in ("any", "bitwise_not"):
-            self._false[out] = True
+            results.truth = False
         is_copy = name == "_to_copy" and isinstance(args[0], nn.Parameter)
-        for tensor in outputs:
+        for tensor in tensors((results,)):
             self.tracer._allocate(tensor, is_copy=is_copy)
-        self.tracer.pass_by(_workspace(packet, args, kwargs))
-        if name not in _FREE and not _is_view(func):
-            flops = _FLOPS[packet](*args, **kwargs, out_val=out) if packet in _FLOPS else 0.0
-            self.tracer._run(flops, sum(map(_touched, inputs)) + sum(map(_touched, outputs)))
-        return out
+        self.tracer._run(operation)
+        return results
 
-    def _fake(self, tensor: Tensor) -> Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else self.tracer.mode.from_tensor(tensor)
 
-    def _number(self, func: Any, tensor: Tensor) -> bool | float | int:
-        with contextlib.suppress(DataDependentOutputException):
-            return func(tensor)
-        if tensor.dtype == torch.bool:
-            return tensor not in self._false
-        return 1.0 if tensor.is_floating_point() else 1
+def _operation(func: Any, args: Any, kwargs: Any, inputs: list[Tensor], results: Any) -> _Operation:
+    outputs = tensors((results,))
+    held = {storage(tensor)._cdata for tensor in inputs}
+    is_new = bool(outputs) and held.isdisjoint(storage(tensor)._cdata for tensor in outputs)
+    packet = func.overloadpacket
+    computes = packet.__name__ not in _FREE and not _is_view(func)
+    return _Operation(
+        makes=Layout.of(results) if is_new else None,
+        workspace=_workspace(packet, args, kwargs),
+        flops=_FLOPS[packet](*args, **kwargs, out_val=results) if computes and packet in _FLOPS else 0.0,
+        moved=sum(map(_touched, (*inputs, *outputs))) if computes else 0.0,
+        kernels=int(computes),
+    )
 
-    def _selection(self, name: str, tensor: Tensor) -> Any:
-        if name == "nonzero":
-            selected = 0 if tensor in self._false else tensor.numel()
-            return torch.zeros(selected, tensor.dim(), dtype=torch.long)
-        if name == "_unique2":
-            places = torch.zeros(tensor.shape, dtype=torch.long)
-            return torch.ones(1, dtype=tensor.dtype), places, torch.zeros(1, dtype=torch.long)
-        raise BackendError(
-            f"flowcorr plan cannot follow torch.{name}: the shape of its result depends on values"
-        )
+
+def _number(tensor: Valueless) -> bool | float | int:
+    if tensor.dtype == torch.bool:
+        return tensor.truth
+    return 1.0 if tensor.is_floating_point() else 1
+
+
+def _nonzero(mask: Valueless) -> Tensor:
+    return make(Layout((mask.numel() if mask.truth else 0, mask.dim()), (1, 1), torch.long))
+
+
+def _unique(tensor: Valueless, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    one = Layout((1,), (1,), torch.long)
+    return make((one._replace(dtype=tensor.dtype), Layout.of(tensor)._replace(dtype=torch.long), one))
+
+
+def _not_followed(name: str, *_: Any) -> None:
+    raise BackendError(f"flowcorr plan cannot follow torch.{name}: the shape of its result depends on values")
+
+
+_BY_VALUES: dict[str, Callable[..., Any]] = {
+    "_local_scalar_dense": _number,
+    "nonzero": _nonzero,
+    "_unique2": _unique,
+    **{name: partial(_not_followed, name) for name in ("unique_dim", "unique_consecutive", "masked_select")},
+}
+"""What operations return whose results depend on values."""
 
 
 def _workspace(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
@@ -376,21 +416,6 @@ def _workspace(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fl
         scores = query.numel() // query.shape[-1] * key.shape[-2]
         return 4 * (2 * scores + query.numel() + key.numel() + value.numel())
     return 0.0
-
-
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors in an operation's arguments or results, also those in nested sequences."""
-    found = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, _SEQUENCES):
-            found += _tensors(value)
-    return found
-
-
-_SEQUENCES: tuple[type[Iterable[Any]], ...] = (list, tuple, type({}.values()))
-_DEVICE = torch.ops.prim.device.default
 
 
 def _in_backward() -> bool:
