@@ -257,14 +257,18 @@ def gap_terms(dumped: DumpedTerms, levels: Tensor | None = None, scored: Tensor 
         scored: `[T]` bool, steps of the window that the trainer scores: NaN there is a fault.
     """
     terms = completed(dumped, levels)
-    target = trained_log_probs(dumped)
-    untrained = target.isnan().all(0) & terms.rollout_log_prob.isfinite().all(0)
-    if scored is not None:
-        untrained &= ~scored
-    keep = (~untrained | untrained.all()).expand_as(target)
+    keep = _trained_columns(dumped, scored).expand_as(terms.log_prob)
     if dumped.bypass and dumped.before_update is not None:
         keep = keep & dumped.before_update.bool()
     return terms if keep.all() else replace(terms, keep=keep)
+
+
+def _trained_columns(dumped: DumpedTerms, scored: Tensor | None) -> Tensor:
+    """`[T]` bool, without the steps of the window that nobody trained; `scored` as in `gap_terms`."""
+    untrained = trained_log_probs(dumped).isnan().all(0) & dumped.rollout_log_probs.isfinite().all(0)
+    if scored is not None:
+        untrained &= ~scored
+    return ~untrained | untrained.all()
 
 
 def gap_of(dumped: DumpedTerms, levels: Tensor | None = None, scored: Tensor | None = None) -> Terms:
@@ -328,7 +332,8 @@ def step_metrics(
     if terms.num_elements is not None:
         metrics = metrics.merge(Metrics.from_stats({"rollout/num_elements": maximum(terms.num_elements)}))
     if dumped.current_log_probs is not None:
-        metrics = metrics.merge(_of_update(terms, actor))
+        trained = completed(dumped, levels).select((slice(None), _trained_columns(dumped, scored)))
+        metrics = metrics.merge(_of_update(trained, actor))
     if dumped.rewards is not None:
         metrics = metrics.merge(_of_rewards(dumped))
     return metrics.compute()

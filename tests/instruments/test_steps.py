@@ -212,3 +212,20 @@ def test_a_step_that_is_broken_in_every_sample_is_a_fault(engine, trainer, tmp_p
 def test_a_step_that_nobody_trained_is_left_out_of_the_gap(tmp_path):
     draw_steps(tmp_path, old_log_probs=torch.tensor([[0.1, math.nan]]).expand(32, 2))
     assert gap_terms(dumps.load(dumps.files(tmp_path)[1])).keep.all(0).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("old", ["rollout", "recomputed"])
+def test_a_step_that_nobody_trained_is_no_part_of_the_update(old, tmp_path):
+    """As flow_grpo's `timestep_fraction` leaves it: the weights did not diverge there."""
+    rollout = torch.zeros(32, 2)
+    untrained = torch.tensor([[0.0, math.nan]]).expand(32, 2)
+    draw_steps(
+        tmp_path,
+        rollout_log_probs=rollout,
+        old_log_probs=None if old == "rollout" else untrained,
+        current_log_probs=untrained + math.log(1.5),
+        clip_ratio=0.1,
+    )
+    first = records(read_dumped(tmp_path))[0]
+    assert first["actor/nonfinite_fraction"] == 0
+    assert first["actor/ratio_mean"] == pytest.approx(1.5)
