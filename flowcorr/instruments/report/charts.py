@@ -267,7 +267,9 @@ def _histograms(groups: Sequence[Group]) -> Charts:
     for index, (group, colour) in enumerate(zip(groups, colours(groups), strict=True)):
         spread = read_spread(group)
         if spread is not None:
-            charts += [chart(group, spread, index, colour) for chart in (_ratio_chart, _mismatch_chart)]
+            charts.append(_ratio_chart(group, spread, index, colour))
+            if spread.mismatch:
+                charts.append(_mismatch_chart(group, spread, index, colour))
     return Charts(
         title="Ratios and mismatch",
         text=_HISTOGRAMS if charts else _NO_TERMS,

@@ -31,7 +31,8 @@ class Spread:
             clip ranges.
         limits: what the loss clips them to, infinite where it does not; None where it clips nothing.
         in_ranges: whether `ratios` are in clip ranges.
-        mismatch: by step index, `[n]` each: old less rollout log-probs, in bypass mode current less rollout.
+        mismatch: by step index, `[n]` each: old less rollout log-probs, in bypass mode current less rollout. A step
+            that nobody trained is left out.
     """
 
     num_steps: int
@@ -68,7 +69,7 @@ def read_spread(group: Group) -> Spread | None:
         ratios=_finite([_ratios(terms, group.setting.actor, loss) for terms in steps]),
         limits=_limits(group.setting.actor, loss),
         in_ranges=isinstance(loss.ratio_limit(group.setting.actor), Sequence),
-        mismatch={index: _finite(parts) for index, parts in sorted(mismatch.items())},
+        mismatch={index: known for index, parts in sorted(mismatch.items()) if len(known := _finite(parts))},
     )
 
 

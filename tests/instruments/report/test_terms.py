@@ -1,9 +1,11 @@
 """Ratios and mismatch of dumped terms."""
 
+import math
 import re
 
 import pytest
 import torch
+from instruments.foreign_dumps import draw_steps
 from instruments.run_folders import dump, write_run
 
 from flowcorr import dumps
@@ -69,6 +71,16 @@ def test_the_mismatch_of_bypass_is_of_what_was_scored_before_an_update(tmp_path)
     assert "±" in captions(folder)
     dump(folder, bypass=True, before_update=torch.arange(64)[:, None].expand(64, 2) < 32)
     assert "0 everywhere" in captions(folder)
+
+
+@pytest.mark.parametrize(
+    ("trained", "rows"), [([0.1, math.nan], ["1"]), ([math.nan, math.nan], [])], ids=["one", "none"]
+)
+def test_a_step_that_nobody_trained_has_no_mismatch(trained, rows, tmp_path):
+    """Indices of the window's steps are 1 and 3."""
+    text = captions(draw_steps(tmp_path, old_log_probs=torch.tensor([trained]).expand(32, 2)))
+    assert re.findall(r"(\d+): \S+ ± ", text) == rows
+    assert not re.search(r"nan|0 everywhere", text)
 
 
 def test_of_many_steps_some_are_read(tmp_path, monkeypatch):
