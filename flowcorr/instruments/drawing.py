@@ -130,7 +130,8 @@ def number(value: float) -> str:
 def style_axis(axis: Axis, ticks: int = 4, *, whole: bool = False) -> None:
     """At most so many ticks at round, or even whole, numbers that are written by `number`."""
     if axis.get_scale() == "linear":
-        axis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 2.5, 5, 10], integer=whole))
+        least = 1 if whole else 2  # with two, a single training step would stand between fractions
+        axis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 2.5, 5, 10], integer=whole, min_n_ticks=least))
     axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
     axis.set_minor_formatter(NullFormatter())
 

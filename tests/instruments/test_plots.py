@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from flowcorr.instruments.plots import Curve, Dot, draw_dots, draw_heat_map, heights, limit_in_view
+from flowcorr.instruments.plots import (
+    Curve,
+    Dot,
+    draw_curves,
+    draw_dots,
+    draw_heat_map,
+    heights,
+    limit_in_view,
+)
 
 ALL = (-math.inf, math.inf)
 
@@ -29,6 +37,15 @@ def test_equal_values_have_room(value):
     low, high = heights([curve(value, value)], ALL, zoom=True)
     assert low <= value <= high
     assert high - low > 0.05 * abs(value)
+
+
+@pytest.mark.parametrize(("steps", "ticks"), [([1], [1]), ([3, 4], [3, 4]), ([0, 1, 2], [0, 1, 2])])
+def test_training_steps_are_whole_numbers(steps, ticks):
+    figure = Figure()
+    draw_curves(figure, [Curve(mark="", colour="k", band=[(step, 0.5, 0.5, 0.5) for step in steps])])
+    (axes,) = figure.axes
+    low, high = axes.get_xlim()
+    assert [tick for tick in axes.get_xticks() if low <= tick <= high] == ticks
 
 
 @pytest.mark.parametrize("cells", [{("a", 1): 0.0}, {("a", 1): 2.0}, {("a", 1): 0.0, ("b", 2): 1e-6}])
