@@ -23,8 +23,10 @@ def framed(report: Any) -> str:
 
 
 def sentence(text: str) -> str:
-    """A text with a capital and a full stop."""
-    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"
+    """A text with a full stop and a capital, but for the name of a file or a key that it begins with."""
+    first = text.partition(" ")[0].rstrip(".,:;")
+    is_name = any(mark in first for mark in "/._=")
+    return f"{text[:1] if is_name else text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"
 
 
 @functools.cache

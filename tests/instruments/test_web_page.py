@@ -1,6 +1,8 @@
 import html
 import re
 
+import pytest
+
 from flowcorr.instruments.finding import Finding, Report
 from flowcorr.instruments.web_page import framed, sentence, web_page
 
@@ -28,7 +30,14 @@ def test_a_frame_holds_the_page_and_no_other_quotes():
 
 
 def test_a_sentence_begins_with_a_capital_and_ends_once():
-    assert [sentence(text) for text in ("a b", "a b.", "")] == ["A b.", "A b.", "."]
+    assert [sentence(text) for text in ("a b", "a b.", "done.", "")] == ["A b.", "A b.", "Done.", "."]
+
+
+@pytest.mark.parametrize(
+    "name", ["runs/a/metrics.jsonl:", "actor.loss_mode=mine:loss", "loss_mode", "a.yaml"]
+)
+def test_a_sentence_leaves_a_name_as_it_is(name):
+    assert sentence(f"{name} is read") == f"{name} is read."
 
 
 def test_a_report_is_one_line_where_no_page_is_shown():
