@@ -85,7 +85,9 @@ def _verdict(learned: Sequence[Finding], found: Sequence[Finding]) -> str:
         )
     else:
         counted = [(changes.count(change), change) for change in CHANGES if change in changes]
-        told = "held-out reward: " + ", ".join(f"{change} in {count} runs" for count, change in counted)
+        told = "held-out reward: " + ", ".join(
+            f"{change} in {_plural(count, 'run')}" for count, change in counted
+        )
     broken = [(level, sum(finding.level == level for finding in found)) for level in ("serious", "warning")]
     counts = ", ".join(f"{count} of level {level}" for level, count in broken if count)
     if not counts:

@@ -272,3 +272,10 @@ def test_a_browser_shows_it_without_complaint(runs, width, tmp_path):
     done = subprocess.run([*command, frame.as_uri()], capture_output=True, text=True, check=True, timeout=120)
     assert "CONSOLE" not in done.stderr
     assert f'data-width="{width}"' in done.stdout  # nothing sticks out sideways
+
+
+def test_the_verdict_counts_runs(tmp_path):
+    folders = [write_run(tmp_path / f"seed{seed}", f"trainer.seed={seed}") for seed in (0, 1)]
+    constant = [{"step": step, "reward/mean": 1.0, "reward/std": 0.0} for step in (1, 2)]
+    (folders[0] / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in constant))
+    assert re.findall(r"in (\w+ runs?)\b", report(folders).verdict) == ["1 run", "1 run"]
