@@ -12,6 +12,9 @@ MEMORY_TOLERANCE, FRAGMENTATION = 0.05, 0.08
 MARGIN = 1 + MEMORY_TOLERANCE + FRAGMENTATION
 """A peak times this must fit the GPU. It covers the prediction's error, fragmentation and CUDA's own memory."""
 
+SHARED = "shared_memory"
+"""The cause of the finding on a GPU that trainer and engine share."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from flowcorr.config import redact_override
 from flowcorr.config.schema import Config
 from flowcorr.devices import named_device
 from flowcorr.errors import ConfigError
-from flowcorr.instruments.plan.answers import MEMORY_TOLERANCE, gigabytes
+from flowcorr.instruments.finding import as_overrides
+from flowcorr.instruments.plan.answers import MEMORY_TOLERANCE, SHARED, gigabytes
 from flowcorr.models import EMBEDDED
 from flowcorr.rollout.vllm_omni.environment import engine_gpus
 from flowcorr.rollout.vllm_omni.options import num_gpus
@@ -89,11 +92,23 @@ def check_fit(recipe: str, overrides: Sequence[str], *, memory: float, ranks: in
         return
     needed = facts["memory"]
     peak = needed["shared"] if crowded else max(needed["engine"], *needed["phases"].values())
-    told = [": ".join(filter(None, (found["sentence"], found["remedy"]))) for found in plan["findings"]]
-    advice = f"{'. '.join(told)}. `flowcorr plan {recipe}` shows the phases"
+    told = [
+        _in_words(found)
+        for found in plan["findings"]
+        if found["level"] in ("serious", "warning") and (crowded or found["cause"] != SHARED)
+    ]
+    shown = ["flowcorr", "plan", recipe, *map(redact_override, overrides)]
+    shown += ["--ranks", str(ranks)] if ranks > 1 else []
+    advice = f"{'. '.join(told)}. `{shlex.join(shown)}` shows the phases"
     if peak * (1 - MEMORY_TOLERANCE) > memory:
         raise ConfigError(
             f"the run needs {gigabytes(peak)} of GPU memory, and there are {gigabytes(memory)}. {advice}"
         )
     message = f"the run needs {gigabytes(peak)} of {gigabytes(memory)} of GPU memory, which leaves little for"
     warnings.warn(f"{message} fragmentation. {advice}", UserWarning, stacklevel=2)
+
+
+def _in_words(finding: Mapping[str, str]) -> str:
+    """A finding of a plan with its remedy, and the overrides that carry it out."""
+    overrides = as_overrides(finding["keys"])
+    return ": ".join(filter(None, (finding["sentence"], finding["remedy"], overrides and f"`{overrides}`")))

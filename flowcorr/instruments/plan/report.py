@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from flowcorr.config.schema import Config
 from flowcorr.instruments.finding import Column, Fact, Finding, Level, Report, Table, keys_of
-from flowcorr.instruments.plan.answers import MARGIN, Plan, duration, gigabytes
+from flowcorr.instruments.plan.answers import MARGIN, SHARED, Plan, duration, gigabytes
 from flowcorr.instruments.plan.devices import Gpu
 from flowcorr.instruments.plan.estimate import make_plan
 
@@ -81,7 +81,9 @@ def _trainer(made: Plan) -> Finding:
     """Whether the trainer fits, the phase of its peak, and what to change."""
     phases = made.memory.phases
     highest = max(phases, key=lambda name: phases[name])
-    peak, card = phases[highest], f"{made.gpu.name} ({gigabytes(made.gpu.memory)})"
+    peak, card = phases[highest], gigabytes(made.gpu.memory)
+    if "=" not in made.gpu.name:  # a GPU given by numbers has no other name
+        card = f"{made.gpu.name} ({card})"
     needed = gigabytes(peak * MARGIN)
     size = f"the trainer needs {gigabytes(peak)} at its peak, in {highest}; with the margin {needed}"
     level: Level = "healthy"
@@ -145,11 +147,11 @@ def _engine(made: Plan) -> Iterator[Finding]:
         return
     together = f"{alone}, with the trainer on one GPU {gigabytes(memory.shared)}"
     if made.fits(memory.shared):
-        yield _of_engine("healthy", f"{together}, which fits")
+        yield _of_engine("healthy", f"{together}, which fits", cause=SHARED)
         return
     remedy, keys = _first_that_fits(made, made.shared_changes)
     remedy = remedy or "give it a GPU of its own"
-    yield _of_engine("warning", f"{together}, which does not fit", remedy, keys)
+    yield _of_engine("warning", f"{together}, which does not fit", remedy, keys, cause=SHARED)
 
 
 def _first_that_fits(made: Plan, changes: Mapping[str, float]) -> tuple[str, str]:
@@ -160,5 +162,7 @@ def _first_that_fits(made: Plan, changes: Mapping[str, float]) -> tuple[str, str
     return "", ""
 
 
-def _of_engine(level: Level, sentence: str, remedy: str = "", keys: str = "") -> Finding:
-    return Finding(level=level, cause="engine_memory", sentence=sentence, remedy=remedy, keys=keys)
+def _of_engine(
+    level: Level, sentence: str, remedy: str = "", keys: str = "", *, cause: str = "engine_memory"
+) -> Finding:
+    return Finding(level=level, cause=cause, sentence=sentence, remedy=remedy, keys=keys)

@@ -1,5 +1,8 @@
 """On pipelines of the real classes: the embedded model is never asked about, since it fits everywhere."""
 
+import re
+import shlex
+
 import pytest
 from tiny_pipelines import build_tiny_sd3
 
@@ -22,10 +25,13 @@ def test_a_run_that_fits_passes_without_a_word(overrides, recwarn):
 
 
 def test_a_run_that_cannot_fit_is_stopped_with_the_numbers_and_what_would_fit(overrides):
-    with pytest.raises(
-        ConfigError, match=r"(?s)needs .* MB of GPU memory, and there are 8\.0 MB.*micro_batch_size"
-    ):
-        check_fit("tiny_jpeg_lora", overrides, memory=8e6, **ROOM)
+    overrides = [*overrides, "rollout.batch_size=1", "actor.micro_batch_size=16"]
+    with pytest.raises(ConfigError, match=r" MB of GPU memory, and there are 15\.0 MB\.") as raised:
+        check_fit("tiny_jpeg_lora", overrides, memory=15e6, **ROOM)
+    change, command = re.findall(r"`(.*?)`", str(raised.value))
+    assert re.fullmatch(r"actor\.micro_batch_size=\d", change)
+    assert command == shlex.join(["flowcorr", "plan", "tiny_jpeg_lora", *overrides])
+    assert "bandwidth" not in str(raised.value)  # of which nothing is known
 
 
 @pytest.mark.slow
