@@ -86,7 +86,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 def _replay(arguments: argparse.Namespace) -> int:
     """Replay the captured samples of a dump."""
-    from flowcorr.config import Config, load
+    from flowcorr.config import Config, load, redact_override
     from flowcorr.config.load import recipe_names
     from flowcorr.trainer.run_config import CONFIG_FILE, is_file
 
@@ -100,7 +100,8 @@ def _replay(arguments: argparse.Namespace) -> int:
     of_recipe = Path(model).suffix in (".yaml", ".yml") or model in recipe_names()
     if arguments.overrides and not of_recipe:
         raise ConfigError(
-            f"{arguments.overrides[0]} has no effect on a pipeline; give --model a recipe, or leave it out"
+            f"{redact_override(arguments.overrides[0])} has no effect on a pipeline; give --model a recipe, or leave "
+            "it out"
         )
     if of_recipe:
         find_own_code()
@@ -172,10 +173,12 @@ def audit(arguments: argparse.Namespace) -> int:
 
 
 def _audit_of_folder(arguments: argparse.Namespace) -> Report:
+    from flowcorr.config import redact_override
+
     if arguments.overrides:
         raise ConfigError(
-            f"{arguments.recipe} is a folder of dumped steps, so {arguments.overrides[0]} has no effect; leave it "
-            "out, or give a recipe instead of the folder"
+            f"{arguments.recipe} is a folder of dumped steps, so {redact_override(arguments.overrides[0])} has no "
+            "effect; leave it out, or give a recipe instead of the folder"
         )
     if arguments.batches is not None:
         raise ConfigError(
@@ -241,7 +244,7 @@ def plan(arguments: argparse.Namespace) -> int:
     The models of the shipped recipes are known. Of others, the configuration files (config.json) are read from a local
     folder or the hub. torch.compile, reward models on a CPU and rewards over HTTP are not predicted.
     """
-    from flowcorr.config import load
+    from flowcorr.config import load, redact_override
     from flowcorr.instruments.plan.preflight import check_settings
 
     if arguments.ranks < 1:
@@ -254,7 +257,7 @@ def plan(arguments: argparse.Namespace) -> int:
     # After the checks: a mistake is told before torch is imported.
     from flowcorr.instruments.plan.report import plan as predict
 
-    title = " ".join((arguments.recipe, *arguments.overrides))
+    title = " ".join((arguments.recipe, *map(redact_override, arguments.overrides)))
     with _at_work(f"planning {title}: tracing each phase without weights"):
         made = predict(config, gpu=gpu, ranks=arguments.ranks, title=title)
     show_report(made, as_json=arguments.json)

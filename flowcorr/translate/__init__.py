@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flowcorr.config import Config, to_mapping
-from flowcorr.config.load import load_text
+from flowcorr.config.load import load_text, redact_override
 from flowcorr.config.text_file import read_text
 from flowcorr.errors import ConfigError
 from flowcorr.translate import flow_factory, flow_grpo, unresolved, verl_omni
@@ -107,7 +107,8 @@ def _warn_of_overrides(changed: Mapping[str, Any], translation: Translation) -> 
         inside = any(source.startswith(f"{key}.") for source in translation.sources)
         if not covers(translation.sources, key) and not inside:
             warnings.warn(
-                f"no line of the recipe follows from {key}={value}; check the key, and the recipe's last comments",
+                f"no line of the recipe follows from {redact_override(f'{key}={value}')}; check the key, and the "
+                "recipe's last comments",
                 UserWarning,
                 stacklevel=2,
             )

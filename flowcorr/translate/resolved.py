@@ -15,7 +15,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from flowcorr.config import yaml_text
-from flowcorr.config.load import without_interpolation
+from flowcorr.config.load import redact_override, without_interpolation
 from flowcorr.errors import ConfigError
 
 _ROOT = "actor_rollout_ref:"
@@ -120,7 +120,8 @@ def resolved(values: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str,
         try:
             OmegaConf.update(config, key, value, merge=value != {} and key not in _CHOSEN)
         except (OmegaConfBaseException, IndexError, ValueError) as error:
-            raise ConfigError(f"{key}={value} cannot be set: {_reason(error)}") from None
+            shown = redact_override(f"{key}={value}")
+            raise ConfigError(f"{shown} cannot be set: {_reason(error)}") from None
     counts = [0, 0]
     config = _created(_other_references_as_text(OmegaConf.to_container(config), counts))
     if counts[1] > _MAX_JOINED:

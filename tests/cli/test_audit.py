@@ -105,6 +105,12 @@ def test_a_folder_has_its_own_batches(tmp_path, capsys):
     assert not (tmp_path / "dump" / "audit.json").exists()
 
 
+def test_a_folder_takes_no_overrides_and_shows_no_secret_of_them(tmp_path, capsys):
+    write_run(tmp_path / "dump", [terms_of()])
+    assert main(["audit", str(tmp_path / "dump"), "a.api_key=hidden"]) == 2
+    assert "so a.api_key=*** has no effect" in capsys.readouterr().err
+
+
 def test_bad_batches(capsys):
     assert audit("--batches=0") == 2
     assert "--batches 0" in capsys.readouterr().err

@@ -18,6 +18,14 @@ def test_plan_prints_a_row_a_phase_and_the_answers(capsys):
         assert f"\n{name} " in out
 
 
+def test_plan_shows_no_secret_of_the_overrides(capsys):
+    judge = "{name: vlm_judge, options: {base_url: 'http://me:hidden@host/v1', model: m}}"
+    assert main(["plan", "tiny_jpeg_lora", f"reward.terms=[{judge}]", "rollout.n=2", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert "hidden" not in out + err
+    assert json.loads(out)["title"] == "tiny_jpeg_lora reward.terms=*** rollout.n=2"
+
+
 @pytest.mark.slow
 def test_plan_prints_json_and_nothing_else(capsys):
     assert main(["plan", "tiny_jpeg_lora", "--json", "--ranks", "2"]) == 0

@@ -76,6 +76,8 @@ def test_overrides_count_in_their_order_and_sections_are_merged():
     assert resolved(given, read_overrides(["a.b={}"])) == {"a": {"b": {}}}
     with pytest.raises(ConfigError, match="^x.y=1 cannot be set: "):
         resolved({"x": [1]}, {"x.y": 1})
+    with pytest.raises(ConfigError, match=r"^x.api_key=\*\*\* cannot be set: (?!.*hidden)"):
+        resolved({"x": [1]}, {"x.api_key": "hidden"})
 
 
 def test_references_are_replaced():

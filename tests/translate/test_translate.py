@@ -196,6 +196,11 @@ def test_a_source_that_is_not_there(name):
         translate(name)
 
 
+def test_a_warning_shows_no_secret(omni_file):
+    with pytest.warns(UserWarning, match=r"follows from unheard\.api_key=\*\*\*; check"):
+        translate(omni_file, ["unheard.api_key=hidden"])
+
+
 def test_every_shipped_recipe_is_a_recipe_already():
     for name in recipe_names():
         with pytest.raises(ConfigError, match="is a flowcorr recipe already"):
