@@ -9,9 +9,13 @@ from functools import partial
 from flowcorr.instruments.drawing import PALETTE, Chart
 from flowcorr.instruments.plots import BandPoint, Curve, draw_curves
 from flowcorr.instruments.report.runs import Group
-from flowcorr.instruments.thinning import steps_a_point
+from flowcorr.instruments.thinning import rows_text, spread_out, steps_a_point
 
 MAX_BANDS = len(PALETTE)  # of a chart
+_CAPTION = (
+    "by step of the schedule, without the clip range that is added to them; a k1 mode bounds ratios on both sides, "
+    "the others from above"
+)
 _THRESHOLD = re.compile(r"rollout_corr/step_([0-9]{1,3})/rollout_rs_(\w{1,40})_threshold_high")
 
 
@@ -19,10 +23,17 @@ def band_charts(groups: Sequence[Group]) -> list[Chart]:
     """A chart for each group and rejection mode whose bands were measured."""
     charts = []
     for index, group in enumerate(groups):
-        names = {name for run in group.runs for record in run.records for name in record}
+        names = {
+            name
+            for run in group.runs
+            for record in run.records
+            for name, value in record.items()
+            if value is not None
+        }
         found = [match for name in names if (match := _THRESHOLD.fullmatch(name))]
         for mode in sorted({match[2] for match in found}):
-            steps = sorted(int(match[1]) for match in found if match[2] == mode)[:MAX_BANDS]
+            measured = sorted(int(match[1]) for match in found if match[2] == mode)
+            steps = spread_out(measured, MAX_BANDS)
             curves = [
                 Curve(mark=f"step {step}", colour=colour, band=_band(group, step, mode))
                 for step, colour in zip(steps, PALETTE, strict=False)
@@ -32,8 +43,7 @@ def band_charts(groups: Sequence[Group]) -> list[Chart]:
                     name=f"bands_{mode}_{index}",
                     title=f"Measured bands of {mode}, {group.label}",
                     draw=partial(draw_curves, curves=curves),
-                    caption="by step of the schedule, without the clip range that is added to them; a k1 mode bounds "
-                    "ratios on both sides, the others from above",
+                    caption="; ".join(filter(None, (_CAPTION, rows_text(steps, measured)))),
                     metric=f"rollout_corr/step_<i>/rollout_rs_{mode}_threshold_high",
                 )
             )
@@ -46,4 +56,4 @@ def _band(group: Group, step: int, mode: str) -> list[BandPoint]:
     for at, high in group.means(prefix + "high"):
         below = low.get(at, high)
         points.append((at, (below + high) / 2, below, high))
-    return points[:: max(1, steps_a_point(len(points)))]
+    return points[:: steps_a_point(len(points))]

@@ -3,7 +3,7 @@ import json
 from instruments.run_folders import write_run
 from matplotlib.figure import Figure
 
-from flowcorr.instruments.report.bands import band_charts
+from flowcorr.instruments.report.bands import MAX_BANDS, band_charts
 from flowcorr.instruments.report.runs import group_by_seed, read_run
 
 
@@ -44,4 +44,17 @@ def test_a_chart_a_mode_has_the_ends_of_each_steps_band(tmp_path):
 
 
 def test_no_band_no_chart(tmp_path):
-    assert charts_of(write_run(tmp_path / "run")) == []
+    folder = write_run(tmp_path / "run")
+    assert charts_of(folder) == []
+    add(folder, rollout_corr__step_0__rollout_rs_token_k1_threshold_high=lambda step: None)
+    assert charts_of(folder) == []
+
+
+def test_of_many_steps_some_are_drawn_and_their_number_is_told(tmp_path):
+    folder = write_run(tmp_path / "run", steps=3)
+    name = "rollout_corr__step_{}__rollout_rs_seq_max_k2_threshold_high".format
+    add(folder, **{name(index): lambda step: 0.1 for index in range(12)})
+    (chart,) = charts_of(folder)
+    drawn = [curve.mark for curve in chart.draw.keywords["curves"]]
+    assert (len(drawn), drawn[0], drawn[-1]) == (MAX_BANDS, "step 0", "step 11")
+    assert f"{MAX_BANDS} of 12 steps" in chart.caption
