@@ -68,6 +68,11 @@ class _Bounded(yaml.SafeLoader):
             raise _refused(f"the number {node.value[:20]} is beyond float64", node)
         return value
 
+    def construct_yaml_str(self, node: yaml.ScalarNode) -> str:
+        # JSON escapes the two halves of a letter beyond 16 bits, such as an emoji, and PyYAML does not join them.
+        halves = super().construct_yaml_str(node).encode("utf-16", "surrogatepass")
+        return halves.decode("utf-16", "surrogatepass")
+
 
 def _refused(problem: str, at: Any) -> ConstructorError:
     mark = at.get_mark() if isinstance(at, yaml.SafeLoader) else at.start_mark
@@ -104,6 +109,7 @@ def _represent_list(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.SequenceNo
 _Dumper.add_representer(list, _represent_list)
 _Bounded.add_constructor("tag:yaml.org,2002:int", _Bounded.construct_yaml_int)
 _Bounded.add_constructor("tag:yaml.org,2002:float", _Bounded.construct_yaml_float)
+_Bounded.add_constructor("tag:yaml.org,2002:str", _Bounded.construct_yaml_str)
 
 _OlderLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]

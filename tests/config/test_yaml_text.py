@@ -1,6 +1,7 @@
 """YAML as recipes mean it."""
 
 import contextlib
+import json
 import math
 
 import pytest
@@ -40,6 +41,14 @@ def test_scalars_are_those_of_yaml_1_2(text, value):
     found = parse(text)
     assert found == value
     assert type(found) is type(value)
+
+
+@pytest.mark.parametrize("read", [parse, parse_older])
+@pytest.mark.parametrize(
+    "text", ["a \U0001f600", "\ud83d", "\\ud83d\\ude00"], ids=["emoji", "half", "backslashes"]
+)
+def test_text_of_json_is_read_as_json_reads_it(read, text):
+    assert read(json.dumps({text: [text]})) == {text: [text]}
 
 
 def test_a_key_is_given_once():

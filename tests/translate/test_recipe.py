@@ -33,7 +33,8 @@ def test_every_value_reads_back_as_it_was():
 
 
 @pytest.mark.parametrize(
-    "value", ["{a}", "a:", "a: b", "a #b", "~", "???", "a\nb", "\x07", "0.5_2", "[", "\u00fc", "-x", ""]
+    "value",
+    ["{a}", "a:", "a: b", "a #b", "~", "???", "a\nb", "\x07", "0.5_2", "[", "\u00fc", "\U0001f600", "-x", ""],
 )
 def test_text_that_yaml_would_read_as_something_else_is_quoted(value):
     assert parse(text_of({"a": value})) == {"a": value}
