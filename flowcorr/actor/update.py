@@ -349,7 +349,7 @@ def _fault(gradient: Gradient, mostly_rejected: bool) -> str:
     if mostly_rejected:
         share = 100 * gradient.num_rejected / gradient.num_finite
         return (
-            f"{share:.2g} % of the terms lie outside the bands that earlier training steps measured: the rollout or "
+            f"{share:.0f} % of the terms lie outside the bands that earlier training steps measured: the rollout or "
             "the trainer has changed"
         )
     if not gradient.num_kept:

@@ -41,7 +41,7 @@ def joint_nats(sampling: SamplingConfig, values: Values) -> float | None:
 
 def gap(nats: float) -> str:
     """The gap, as every screen names it."""
-    return f"gap {nats:.2g} joint nats"
+    return f"gap {two_digits(nats)} joint nats"
 
 
 def action(correction: RolloutCorrectionConfig, values: Values) -> str:
@@ -97,8 +97,13 @@ def measurement(config: Config, steps: Sequence[Values]) -> str:
 
 
 def percent(share: float) -> str:
-    """A share in percent, with two digits."""
-    return f"{100 * share:.2g} %"
+    """A share in percent, see `two_digits`."""
+    return f"{two_digits(100 * share)} %"
+
+
+def two_digits(value: float) -> str:
+    """A number with two digits, and with all before the point: a gap of a large latent has hundreds of nats."""
+    return f"{value:.0f}" if abs(value) >= 10 else f"{value:.2g}"
 
 
 def _consequence(correction: RolloutCorrectionConfig) -> str:

@@ -7,7 +7,7 @@ import torch
 from flowcorr.config import load
 from flowcorr.correction import OFF, compute_rollout_correction_and_rejection_mask
 from flowcorr.correction import RolloutCorrectionConfig as Correction
-from flowcorr.instruments.gap_words import action, joint_nats, measurement, treatment
+from flowcorr.instruments.gap_words import action, gap, joint_nats, measurement, percent, treatment
 
 DISABLED = Correction.from_preset("disabled")
 BYPASS = Correction.from_preset("bypass_ppo_clip")
@@ -120,3 +120,14 @@ def test_the_gap_without_step_means_is_that_of_exact_kls(nats):
         )
         is None
     )
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(1.0, "100 %"), (0.996, "100 %"), (0.5, "50 %"), (0.031, "3.1 %"), (0.0, "0 %")]
+)
+def test_a_share_has_no_exponent(share, text):
+    assert percent(share) == text
+
+
+def test_the_nats_of_a_large_latent_have_no_exponent():
+    assert [gap(nats) for nats in (2.84, 1234.5)] == ["gap 2.8 joint nats", "gap 1234 joint nats"]

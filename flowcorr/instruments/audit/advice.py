@@ -18,6 +18,7 @@ from flowcorr.correction.bounds import AUTO
 from flowcorr.correction.modes import OUTLIER_Z
 from flowcorr.instruments.clip_noise import clip_text
 from flowcorr.instruments.finding import Finding, Level
+from flowcorr.instruments.gap_words import two_digits
 from flowcorr.losses import Limit
 from flowcorr.rollout.precision import LARGEST_DISTANCE
 
@@ -233,8 +234,8 @@ def _verdict(facts: Facts, kind: Kind, bypass: bool) -> str:
 def _about_gap(facts: Facts, kind: Kind) -> str:
     gap = (
         f"The step means differ by r = {facts.r:.1e} stds. Over {facts.num_steps} steps with D = {facts.num_elements} "
-        f"that is {facts.joint_nats:.2g} joint nats: importance weights would leave {100 * facts.exact_ess:.3g} % "
-        "effective samples."
+        f"that is {two_digits(facts.joint_nats)} joint nats: importance weights would leave "
+        f"{100 * facts.exact_ess:.3g} % effective samples."
     )
     match kind:
         case "none":

@@ -26,6 +26,7 @@ from flowcorr.instruments.audit.judge import report_of
 from flowcorr.instruments.audit.presets import replay_presets
 from flowcorr.instruments.audit.replay import LoggedSteps
 from flowcorr.instruments.finding import Fact, Report
+from flowcorr.instruments.plan.answers import duration
 from flowcorr.instruments.setting import Setting
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import ActorBatch, Prompt, Rollout, Terms
@@ -183,8 +184,8 @@ def _of_cost(cost: Cost) -> list[Fact]:
         Fact(
             name="recompute_share",
             value=cost.share,
-            text=f"recompute pass: {cost.recompute:.2g} s a step beside {cost.rollout:.2g} s of rollout and "
-            f"{cost.update:.2g} s of update, {cost.share:.0%} of the three together (reward not counted)",
+            text=f"recompute pass: {duration(cost.recompute)} a step beside {duration(cost.rollout)} of rollout and "
+            f"{duration(cost.update)} of update, {cost.share:.0%} of the three together (reward not counted)",
         ),
         Fact(
             name="images_per_second",

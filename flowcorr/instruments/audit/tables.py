@@ -20,6 +20,7 @@ from flowcorr.instruments.clip_noise import QUANTILES
 from flowcorr.instruments.drawing import INK, LIMIT, PALETTE, Chart, label_lines, style_axis
 from flowcorr.instruments.faults import delta
 from flowcorr.instruments.finding import Column, Table
+from flowcorr.instruments.gap_words import two_digits
 from flowcorr.records import Terms
 
 _MAX_NAMES = 20  # of steps below a chart
@@ -59,7 +60,7 @@ def step_table(
     size = "{:.1e}".format
     nats = Column(name="exact_kl", heading="exact KL", show=size)
     if num_elements is not None:
-        nats = Column(name="exact_kl", heading="joint nats", show=lambda kl: f"{num_elements * kl:.2g}")
+        nats = Column(name="exact_kl", heading="joint nats", show=lambda kl: two_digits(num_elements * kl))
     return Table(
         name="steps",
         title="By step",

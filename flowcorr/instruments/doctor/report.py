@@ -9,6 +9,7 @@ from flowcorr.instruments.doctor.checks.clip import noise_floor
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import check_of
 from flowcorr.instruments.finding import LEVELS, Fact, Finding, Level, Report, on_files
+from flowcorr.instruments.gap_words import percent
 
 _OUTCOMES: dict[Level, str] = {
     "serious": "FAIL",
@@ -58,7 +59,7 @@ def _verdict_of_trials(findings: Sequence[Finding]) -> str:
     if gap > 0:
         return (
             f"no fault found: {counts}; what is left is the gap of precision (velocities differ by "
-            f"{100 * gap:.2g} %), which flowcorr audit measures"
+            f"{percent(gap)}), which flowcorr audit measures"
         )
     return f"rollout engine and actor agree: {counts}"
 

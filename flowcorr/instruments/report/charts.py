@@ -15,6 +15,7 @@ from flowcorr.config.run import SERVED
 from flowcorr.instruments.drawing import HEIGHT, PALETTE, Chart
 from flowcorr.instruments.finding import Charts
 from flowcorr.instruments.limits import healthy_range, serious_limit
+from flowcorr.instruments.plan.answers import duration
 from flowcorr.instruments.plots import (
     BandPoint,
     Curve,
@@ -368,7 +369,7 @@ def _timing(group: Group, index: int, colour: str) -> Chart | None:
     seconds["other"] = max(0.0, whole - sum(seconds.values()))
     total = sum(seconds.values())
     bars = [
-        (phase, value, f"{value:.2g} s, {value / total:.0%}")
+        (phase, value, f"{duration(value)}, {value / total:.0%}")
         for phase, value in seconds.items()
         if value / total >= _MIN_SHARE
     ]
@@ -376,7 +377,7 @@ def _timing(group: Group, index: int, colour: str) -> Chart | None:
         name=f"time_{index}",
         title=f"Time, {group.label}",
         draw=partial(draw_bars, bars=bars, colour=colour),
-        caption=f"a step takes {whole:.3g} s in the median",
+        caption=f"a step takes {duration(whole)} in the median",
         height=30 + 28 * len(bars),
     )
 

@@ -121,6 +121,20 @@ def test_time_is_a_bar_a_phase(tmp_path):
     assert "4 s" in chart.caption
 
 
+def test_seconds_have_no_exponent(tmp_path):
+    folder = write_run(tmp_path / "a")
+    path = folder / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    longer = [
+        {name: 500 * value if name.startswith("timing/") else value for name, value in record.items()}
+        for record in records
+    ]
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in longer))
+    chart = charts_of(folder)["time_0"]
+    assert [text.get_text() for text in drawn(chart).texts] == ["1000 s, 50%", "500 s, 25%", "500 s, 25%"]
+    assert "2000 s" in chart.caption
+
+
 def test_of_many_metrics_and_steps_some_are_drawn(tmp_path):
     """A stranger's file may name thousands, each with a chart or a row that takes its time."""
     folder = write_run(tmp_path / "a")

@@ -11,6 +11,7 @@ from flowcorr.instruments.clip_noise import QUANTILES, clip_key, clip_text, rati
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import judged, passed
 from flowcorr.instruments.finding import Column, Finding, Table
+from flowcorr.instruments.gap_words import two_digits
 from flowcorr.losses import clip_by_term, loss_of, resolve_loss
 
 CLIP_SHARE = 0.1
@@ -73,7 +74,9 @@ def noise_floor(exam: Exam) -> Table:
                 Column(name=f"abs_delta_{quantile:g}", heading=f"|delta| {quantile:.0%}", show=tiny)
                 for quantile in QUANTILES
             ),
-            Column(name="exact_kl", heading="joint nats", show=lambda kl: f"{rollout.num_elements * kl:.2g}"),
+            Column(
+                name="exact_kl", heading="joint nats", show=lambda kl: two_digits(rollout.num_elements * kl)
+            ),
             Column(name="outside_clip", heading="outside clip", show="{:.0%}".format),
         ),
         rows=rows,

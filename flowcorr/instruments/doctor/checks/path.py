@@ -13,6 +13,7 @@ from flowcorr.instruments.doctor.exam import FACTOR_ERRORS, Exam, largest_gap
 from flowcorr.instruments.doctor.findings import failed, judged, skipped
 from flowcorr.instruments.doctor.trials import TRAINING_STEP
 from flowcorr.instruments.finding import Finding
+from flowcorr.instruments.gap_words import percent
 from flowcorr.models import DTYPES, Schedule
 from flowcorr.rollout.precision import NO_GAP, coarse_weights
 from flowcorr.rollout.sampler import step_outside
@@ -169,7 +170,7 @@ def _systematic(leg: Leg) -> tuple[str, float, float] | None:
             1.86 * (factors - factor).abs().median() / len(factors) ** 0.5
         )  # of the median of normal factors
         if abs(factor) > limit and abs(factor) > FACTOR_ERRORS * error and len(factors) >= FEWEST:
-            share = f"{100 * abs(float(factor)):.2g} %"
+            share = percent(abs(float(factor)))
             return f"{share} {text.format('much' if factor > 0 else 'little')}", float(factor), limit
     return None
 

@@ -13,6 +13,7 @@ from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import failed, judged
 from flowcorr.instruments.doctor.trials import Fit, Trial, score_means
 from flowcorr.instruments.finding import Finding
+from flowcorr.instruments.gap_words import percent
 from flowcorr.models import Conditioning
 from flowcorr.rollout.precision import NO_GAP
 
@@ -42,7 +43,7 @@ def check_embeddings(exam: Exam) -> Finding:
         worst,
         EMBEDDING_TOLERANCE,
         "prompt embeddings agree",
-        f"the engine's {name} differs by {100 * worst:.2g} %",
+        f"the engine's {name} differs by {percent(worst)}",
         remedy,
         field=name,
     )

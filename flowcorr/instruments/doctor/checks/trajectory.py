@@ -9,6 +9,7 @@ from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import failed, judged, passed
 from flowcorr.instruments.doctor.trials import TRAINING_STEP, asked_windows
 from flowcorr.instruments.finding import Finding
+from flowcorr.instruments.gap_words import percent
 from flowcorr.rollout import witnesses
 from flowcorr.rollout.broken import decoder_dtype
 
@@ -172,7 +173,7 @@ def check_transition(exam: Exam) -> Finding:
         gap,
         STD_TOLERANCE,
         "the steps' stds agree",
-        f"the engine's step stds differ by up to {100 * gap:.2g} %",
+        f"the engine's step stds differ by up to {percent(gap)}",
         f"sample with sampling.sde_type={sampling.sde_type} and sampling.noise_level={sampling.noise_level}; "
         "return the full std of a step",
     )

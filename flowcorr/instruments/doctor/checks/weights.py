@@ -12,6 +12,7 @@ from flowcorr.instruments.doctor.exam import EXPLAINED, Exam, largest_gap
 from flowcorr.instruments.doctor.findings import failed, judged, passed, skipped
 from flowcorr.instruments.doctor.trials import score_means, velocity_gap
 from flowcorr.instruments.finding import Finding
+from flowcorr.instruments.gap_words import percent, two_digits
 from flowcorr.rollout.base import attention_name
 from flowcorr.rollout.precision import MARGIN, NO_GAP, rounds_apart, trainer_quantization
 
@@ -68,28 +69,28 @@ def check_weights(exam: Exam) -> Finding:
     trial = exam.trials.bare
     gap, usual = trial.velocity_gap(), exam.usual_gap
     nats = trial.rollout.num_elements * float(trial.squared_distance().sum(1).mean() / 2)
-    message = f"velocities differ by {100 * gap:.2g} %, a gap of {nats:.2g} joint nats a window"
+    message = f"velocities differ by {percent(gap)}, a gap of {two_digits(nats)} joint nats a window"
     numbers: dict[str, Any] = {"joint_nats": nats}
     engine_dtype, actor_dtype = exam.config.rollout.dtype, exam.config.model.dtype
     if engine_dtype != actor_dtype:
         numbers |= {"rollout.dtype": engine_dtype, "model.dtype": actor_dtype}
         message += (
             f"; rollout.dtype={engine_dtype} and model.dtype={actor_dtype} round apart, which accounts for up to "
-            f"{100 * usual:.2g} %"
+            f"{percent(usual)}"
         )
     quantization = trainer_quantization(exam.config)
     if quantization != "none":
         numbers["model.quantization"] = quantization
         message += (
             f"; model.quantization={quantization} rounds the actor's weights and not the engine's, which accounts for "
-            f"up to {100 * usual:.2g} %"
+            f"up to {percent(usual)}"
         )
     side = "engine" if quantization == "none" else "trainer"
     errors = None if gap <= NO_GAP else _errors(exam)
     if errors is not None and errors.engine > ROUNDING_FAIL * errors.actor:
         return failed(
-            f"{message}. The engine's are {100 * errors.engine:.2g} % from the actor's in float32, and rounding takes "
-            f"the actor's own only {100 * errors.actor:.2g} % from there",
+            f"{message}. The engine's are {percent(errors.engine)} from the actor's in float32, and rounding takes "
+            f"the actor's own only {percent(errors.actor)} from there",
             "compare model.path, revision and variant of both stacks, and the engine's layers: rounding does not "
             "explain this gap",
             value=errors.engine / errors.actor,
