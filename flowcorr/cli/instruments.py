@@ -245,6 +245,7 @@ def plan(arguments: argparse.Namespace) -> int:
     folder or the hub. torch.compile, reward models on a CPU and rewards over HTTP are not predicted.
     """
     from flowcorr.config import load, redact_override
+    from flowcorr.config.rules import check_ranks
     from flowcorr.instruments.plan.preflight import check_settings
 
     if arguments.ranks < 1:
@@ -252,6 +253,7 @@ def plan(arguments: argparse.Namespace) -> int:
     find_own_code()
     gpu = find_gpu(arguments.gpu)
     config = load(arguments.recipe, arguments.overrides)
+    check_ranks(config, arguments.ranks)
     check_settings(config)
 
     # After the checks: a mistake is told before torch is imported.

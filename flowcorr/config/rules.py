@@ -50,6 +50,25 @@ def warn(config: Config) -> None:
             warnings.warn(f"{key}={value} has no effect: {reason}", UserWarning, stacklevel=2)
 
 
+def check_ranks(config: Config, ranks: int) -> None:
+    """Check that each rank gets prompts, and with `actor.fsdp` equally many.
+
+    Raises:
+        ConfigError: `rollout.prompts_per_step` does not fit the number of ranks.
+    """
+    prompts = config.rollout.prompts_per_step
+    if prompts < ranks:
+        raise ConfigError(
+            f"rollout.prompts_per_step={prompts} leaves some of {ranks} ranks without a prompt, since the images of a "
+            f"prompt stay together; use at least {ranks}, or fewer ranks"
+        )
+    if config.actor.fsdp and prompts % ranks:
+        raise ConfigError(
+            f"rollout.prompts_per_step={prompts} cannot be shared equally by {ranks} ranks, as actor.fsdp=True needs, "
+            f"since every forward pass takes all ranks; use a multiple of {ranks}"
+        )
+
+
 def check_loss(actor: ActorConfig, correction: RolloutCorrectionConfig) -> None:
     """Check a loss against a correction.
 

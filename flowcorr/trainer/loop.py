@@ -30,7 +30,7 @@ from flowcorr.trainer.images import before_after, image_grid, labelled
 from flowcorr.trainer.log_probs import save_terms
 from flowcorr.trainer.observer import Observer, RunResult, Silent
 from flowcorr.trainer.run import TrainingRun
-from flowcorr.trainer.setup import build_run, check_prompts_per_rank
+from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.signals import REPEAT, StopSignals
 from flowcorr.trainer.step import StepResult, train_step
 from flowcorr.trainer.videos import log_videos, save_film, save_samples
@@ -78,7 +78,7 @@ def train(
     rules.check(config)
     folder = Path(out_dir)
     distributed.start_ranks(config.trainer.device, timeout=config.trainer.collective_timeout)
-    check_prompts_per_rank(config)
+    rules.check_ranks(config, distributed.world_size())
     clear_shared_memory()
     with contextlib.ExitStack() as resources:
         signals = resources.enter_context(StopSignals())

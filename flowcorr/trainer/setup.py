@@ -186,25 +186,6 @@ def _check_worker_gpus(config: Config) -> None:
                 )
 
 
-def check_prompts_per_rank(config: Config) -> None:
-    """Check that each rank gets prompts, and with `actor.fsdp` equally many.
-
-    Raises:
-        ConfigError: `rollout.prompts_per_step` does not fit the number of ranks.
-    """
-    ranks, prompts = distributed.world_size(), config.rollout.prompts_per_step
-    if prompts < ranks:
-        raise ConfigError(
-            f"rollout.prompts_per_step={prompts} leaves some of {ranks} ranks without a prompt, since the images of a "
-            f"prompt stay together; use at least {ranks}, or fewer ranks"
-        )
-    if config.actor.fsdp and prompts % ranks:
-        raise ConfigError(
-            f"rollout.prompts_per_step={prompts} cannot be shared equally by {ranks} ranks, as actor.fsdp=True needs, "
-            f"since every forward pass takes all ranks; use a multiple of {ranks}"
-        )
-
-
 def _check_best_metric(config: Config) -> None:
     """Check that an evaluation will yield `trainer.best_metric`, where the names of all scores are known.
 

@@ -41,6 +41,8 @@ def test_plan_prints_json_and_nothing_else(capsys):
         (["--gpu", "h100"], "did you mean"),
         (["--gpu", ""], "--gpu='' is unknown"),
         (["--ranks", "0"], "at least 1"),
+        (["--ranks", "9"], "rollout.prompts_per_step=8 leaves some of 9 ranks without a prompt"),
+        (["--ranks", "3", "actor.fsdp=true"], "use a multiple of 3"),
     ],
 )
 def test_plan_refuses_what_it_cannot_use(capsys, options, message):
