@@ -32,12 +32,12 @@ def labelled(
         canvas = Image.new("RGB", (len(row) * picture.width, picture.height + _CAPTION_HEIGHT), "white")
         for place, part in enumerate(row):
             canvas.paste(part, (place * picture.width, 0))
-        caption = prompt.target or prompt.text
-        if scores is not None:
-            caption += f"  {scores[index]:.2f}"
-        ImageDraw.Draw(canvas).text(
-            (2, picture.height + 1), caption[: canvas.width // 7], "black", font=ImageFont.load_default(12)
-        )
+        score = "" if scores is None else f"  {scores[index]:.2f}"
+        font = ImageFont.load_default(12)
+        text = " ".join((prompt.target or prompt.text).split())[: canvas.width]
+        while text and font.getlength(text + score) > canvas.width - 4:
+            text = text[:-1]
+        ImageDraw.Draw(canvas).text((2, picture.height + 1), text + score, "black", font=font)
         pictures.append(canvas)
     return pictures
 

@@ -46,6 +46,15 @@ def test_the_caption_is_the_target_or_the_text_with_its_score():
     assert one.tobytes() != scored[0].tobytes()
 
 
+@pytest.mark.parametrize("text", ["a cat that reads " * 50, "W" * 100, "a\ncat " * 100])
+def test_a_long_prompt_leaves_room_for_its_score(text):
+    images = np.zeros((2, 32, 64, 3), dtype=np.uint8)
+    low, high = labelled(images, [Prompt(text=text)] * 2, np.array([0.25, 0.75]))
+    assert low.tobytes() != high.tobytes()
+    for picture in (low, high):
+        assert (np.asarray(picture)[64:, -2:] == 255).all()  # no letter is cut
+
+
 def test_a_grid_has_rows_of_columns():
     grid = image_grid(pictures(10), columns=4)
     assert grid.size == (4 * 132 - 4, 3 * 86 - 4)
