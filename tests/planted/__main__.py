@@ -16,7 +16,7 @@ from flowcorr.config.schema import Config
 from flowcorr.errors import FlowcorrError
 from flowcorr.instruments import page
 from flowcorr.instruments.doctor.examination import NUM_PROMPTS
-from flowcorr.instruments.terminal import console_of, show_table
+from flowcorr.instruments.terminal import printing_on, show_table
 from tests.planted.stand_in import Bench, Drilled, drill
 from tests.planted.table import parse_fault
 
@@ -63,9 +63,10 @@ if __name__ == "__main__":
     try:
         loaded = config.load(arguments.recipe, arguments.overrides)
         bench = Bench(loaded, num_prompts=arguments.prompts, float32=arguments.float32)
-        if arguments.fault is None:
-            show_drill(bench, console_of(None))
-        else:
-            show_fault(bench, loaded, arguments.fault, console_of(None))
+        with printing_on(None) as console:
+            if arguments.fault is None:
+                show_drill(bench, console)
+            else:
+                show_fault(bench, loaded, arguments.fault, console)
     except FlowcorrError as error:
         parser.error(str(error))
