@@ -113,7 +113,9 @@ def examine_run(
         for finding in examine_step(record, units, start=start):
             broken.setdefault(finding.cause, []).append(_at(finding, record))
     findings = [
-        _with(max(hits, key=_distance), steps=len(hits)) for rule, hits in broken.items() if rule in lasting
+        _with(min(hits, key=lambda hit: (_rank(hit.level), -_distance(hit))), steps=len(hits))
+        for rule, hits in broken.items()
+        if rule in lasting
     ]
     findings += workers
     return sorted(findings, key=lambda finding: _rank(finding.level))

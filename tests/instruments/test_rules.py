@@ -167,3 +167,14 @@ def test_a_run_is_judged_by_its_worst_steps():
         ("rejected", "serious", 4, 1),
         ("kl", "warning", 3, 3),
     ]
+
+
+@pytest.mark.parametrize(
+    ("metric", "values"),
+    [("rollout_corr/rejected_ratio", (0.09, 0.12, 0.08)), ("actor/nonfinite_fraction", (0.09, 0.15, 0.01))],
+)
+def test_a_serious_step_is_worse_than_one_further_beyond_a_milder_limit(metric, values):
+    records = [{"step": step, metric: value} for step, value in enumerate(values, 1)]
+    (found,) = examine_run(records, Units())
+    assert (found.level, found.numbers["step"], found.numbers["value"]) == ("serious", 2, values[1])
+    assert (found.numbers["limit"], found.numbers["steps"]) == (0.1, 3)
