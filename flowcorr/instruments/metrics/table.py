@@ -56,6 +56,7 @@ def progress_labels(rows: Sequence[Metric]) -> dict[str, str]:
 
 
 def find_metric(name: str) -> Metric | None:
-    """The row of a logged metric: the exact name first, then a name with placeholders; None if there is none."""
+    """The row of a logged metric: the exact name first, then the longest name with placeholders; None without one."""
     exact = [metric for metric in METRICS if metric.name == name]
-    return next(iter(exact or [metric for metric in METRICS if metric.matches(name)]), None)
+    matching = exact or [metric for metric in METRICS if metric.matches(name)]
+    return max(matching, key=lambda metric: len(metric.name), default=None)

@@ -15,6 +15,11 @@ def test_every_health_rule_has_its_metric():
     [
         ("rollout_corr/step_12/kl", "rollout_corr/step_<i>/kl"),
         ("rollout_corr/rollout_rs_seq_mean_k1_mean", "rollout_corr/rollout_rs_<mode>_mean"),
+        ("rollout_corr/rollout_rs_token_k1_seq_mean", "rollout_corr/rollout_rs_<mode>_seq_mean"),
+        (
+            "rollout_corr/rollout_rs_seq_sum_k1_seq_fraction_high",
+            "rollout_corr/rollout_rs_<mode>_seq_fraction_high",
+        ),
         ("actor/rollout_corr/kl", "actor/rollout_corr/<name>"),
         ("rollout_corr/kl", "rollout_corr/kl"),
     ],
