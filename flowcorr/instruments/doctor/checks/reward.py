@@ -15,6 +15,7 @@ from flowcorr.rewards import build_reward, score_batch
 from flowcorr.texts import folded
 
 REWARD_LIMIT = 0.1  # standard deviations of the scores, as the health rule `replay_reward`
+ROUNDING = 1e-6  # relative: captured scores may be float32
 
 
 def check_captured_reward(captured: Captured) -> Finding:
@@ -51,6 +52,8 @@ def check_captured_reward(captured: Captured) -> Finding:
     except (BatchError, BackendError) as error:
         return skipped(f"cannot tell: {error}", remedy)
     gaps = np.abs(again.scores - rewards.double().numpy())
+    # Where all scores are equal, rounding alone would be their spread.
+    gaps[gaps <= ROUNDING * np.abs(again.scores)] = 0.0
     scored = np.isfinite(gaps)  # then and now
     if not scored.any():
         return skipped("cannot tell: the reward failed on each image, when it was captured or now", remedy)

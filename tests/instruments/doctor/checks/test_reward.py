@@ -45,6 +45,18 @@ def test_images_on_which_the_reward_failed_are_not_compared(
     assert check_captured_reward(captured_of(rewards=torch.tensor(rewards), config=config)).level == level
 
 
+@pytest.mark.parametrize(("captured_score", "level"), [(1 / 3, "healthy"), (0.334, "warning")])
+def test_rounding_of_scores_that_are_all_one_is_no_difference(
+    captured_score, level, captured_of, tmp_path, monkeypatch
+):
+    (tmp_path / "third.py").write_text("def third(images, prompts):\n    return [1 / 3] * len(prompts)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    overrides = ["reward.terms=[{name: 'third:third'}]", "data.num_train=4", "data.num_heldout=2"]
+    rewards = torch.full((8,), captured_score, dtype=torch.float32)
+    found = check_captured_reward(captured_of(rewards=rewards, config=load("tiny_jpeg_lora", overrides)))
+    assert found.level == level
+
+
 @pytest.mark.parametrize(
     ("terms", "prompt"),
     [("[{name: ocr}]", None), ("[{name: jpeg_compressibility, tags: [colors]}]", "cat")],
