@@ -21,7 +21,7 @@ class Captured:
         stack: the model with the samples.
         step: their training step.
         earlier: captured samples of earlier training steps.
-        pool: all prompts that were captured.
+        pool: all prompts that were captured, those of the nearest training steps first.
         config: the recipe that replays them, which brings its reward; None for a plain pipeline.
         terms: the files of dumped terms by training step.
     """

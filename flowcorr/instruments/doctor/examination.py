@@ -291,7 +291,7 @@ def _examine_step(
         Stack(family, captured[step]),
         step,
         earlier=earlier,
-        pool=prompt_pool(captured),
+        pool=prompt_pool(captured, step),
         config=config,
         terms=terms,
     )

@@ -48,21 +48,21 @@ class _Tried:
 
 
 def hypotheses(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
-    """The faults that the inputs may have, as far as other inputs are known."""
+    """The faults that the inputs may have, as far as other inputs are known.
+
+    A long run has more prompts than can be tried: the samples' own come first, then those of `pool` in its order.
+    """
     inputs = stack.captured
-    others = [text for text in dict.fromkeys((*pool, inputs.negative_prompt, "")) if text is not None]
-    others = others[:_MAX_PROMPTS]
-    if others:
-        count = len(inputs.prompts)
-        yield Hypothesis(
-            check="embeddings",
-            cause="wrong_prompt",
-            message="the engine sampled with the prompts of other samples",
-            remedy="compare the order of prompts, embeddings and latents in the batch; embeddings of an earlier batch "
-            "may have been used",
-            inputs=tuple(replace(inputs, prompts=(text,) * count) for text in others),
-            whole=False,
-        )
+    others = list(dict.fromkeys((*inputs.prompts, inputs.negative_prompt, "", *pool)))[:_MAX_PROMPTS]
+    yield Hypothesis(
+        check="embeddings",
+        cause="wrong_prompt",
+        message="the engine sampled with the prompts of other samples",
+        remedy="compare the order of prompts, embeddings and latents in the batch; embeddings of an earlier batch "
+        "may have been used",
+        inputs=tuple(replace(inputs, prompts=(text,) * len(inputs.prompts)) for text in others),
+        whole=False,
+    )
     if inputs.guidance_scale != 1:
         yield Hypothesis(
             check="guidance",

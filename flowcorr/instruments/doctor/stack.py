@@ -238,6 +238,7 @@ def load_adapter(family: ModelFamily, samples: ReplaySamples) -> None:
     peft.set_peft_model_state_dict(family.transformer, state, adapter_name=ADAPTER)
 
 
-def prompt_pool(steps: Mapping[int, ReplaySamples]) -> list[str]:
-    """All different prompts that were captured."""
-    return list(dict.fromkeys(prompt for samples in steps.values() for prompt in samples.prompts))
+def prompt_pool(steps: Mapping[int, ReplaySamples], step: int) -> list[str]:
+    """All different prompts that were captured, those of the training steps nearest to `step` first."""
+    nearest = sorted(steps, key=lambda number: abs(number - step))
+    return list(dict.fromkeys(prompt for number in nearest for prompt in steps[number].prompts))

@@ -30,6 +30,12 @@ def test_what_was_captured_wrongly(changes, check, cause, confidence, stack_of):
         assert found["log_probs"].level == "warning"
 
 
+def test_prompts_of_other_samples_are_found_in_a_run_of_many_prompts(stack_of):
+    stack = stack_of(prompts=("dog", "cat", "sun", "bee"))
+    many = [f"prompt {number}" for number in range(40)]
+    assert examine_inputs(stack, Legs(stack), many)["embeddings"].cause == "wrong_prompt"
+
+
 @pytest.mark.system
 def test_a_prompt_that_was_not_captured_leaves_a_likely_cause(stack_of):
     found = findings(stack_of(prompts=("dog", "owl", "sun", "bee")))

@@ -53,9 +53,11 @@ def test_an_adapter_of_another_model_is_refused(stack_of):
         stack_of(adapter={"elsewhere.to_q.lora_A.weight": torch.zeros(2, 8)})
 
 
-def test_all_prompts_are_collected(stack_of):
+def test_all_prompts_are_collected_from_the_nearest_step_on(stack_of):
     samples = stack_of().samples
-    assert prompt_pool({0: samples, 1: samples}) == ["cat", "dog", "sun", "bee"]
+    others = replace(samples, prompts=("owl", "cat", "fox", "ant"))
+    assert prompt_pool({0: others, 7: samples}, 7) == ["cat", "dog", "sun", "bee", "owl", "fox", "ant"]
+    assert prompt_pool({0: others, 7: samples}, 1) == ["owl", "cat", "fox", "ant", "dog", "sun", "bee"]
 
 
 @torch.no_grad()
