@@ -193,8 +193,10 @@ def check_captured_noise(captured: Captured) -> Finding:
             cause="noise_reused",
             confidence="certain",
         )
-    size = flat.numel()
-    mean, std = float(flat.mean()), float(flat.std())
+    again = {right for _, right in twins}  # the noise of an earlier sample, which tells nothing more
+    drawn = flat[[row for row in range(len(flat)) if row not in again]]
+    size = drawn.numel()
+    mean, std = float(drawn.mean()), float(drawn.std())
     if not (abs(mean) <= ERRORS / math.sqrt(size) and abs(std - 1) <= ERRORS / math.sqrt(2 * size)):
         return failed(
             f"the initial noise is not standard normal; mean {mean:.3g}, std {std:.4g}",

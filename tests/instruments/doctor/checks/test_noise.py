@@ -169,6 +169,15 @@ def test_samples_of_one_prompt_may_share_their_noise(captured_of, captured):
     assert found.level == "healthy"
 
 
+@pytest.mark.parametrize(("errors", "level"), [(5.0, "healthy"), (7.0, "serious")])
+def test_noise_that_samples_share_is_as_uncertain_as_one_draw(errors, level, captured_of, captured):
+    """Four samples of one noise, whose mean is so many standard errors of a single draw away from 0."""
+    drawn = captured["initial_noise"][:1]
+    drawn = (drawn - drawn.mean()) / drawn.std() + errors / math.sqrt(drawn.numel())
+    found = check_captured_noise(captured_of(initial_noise=drawn.expand(8, -1, -1, -1), prompts=["cat"] * 8))
+    assert found.level == level
+
+
 def test_noise_that_is_not_standard_normal(captured_of, captured):
     found = check_captured_noise(captured_of(initial_noise=captured["initial_noise"] * 1.3))
     assert (found.cause, found.level) == ("noise_scale", "serious")
