@@ -82,13 +82,14 @@ def check_window(exam: Exam) -> Finding:
         "pass sampling.sde_window_size, sde_window_range (half-open), sde_window_layout and window_per with every "
         "request, and read them per request"
     )
-    if not torch.equal(found, places(exam)):
-        first, place = int(found[0, 0]), int(places(exam)[0, 0])
+    wrong = found != (rows := places(exam))
+    if bool(wrong.any()):
+        step_index, sigma_of = int(found[wrong][0]), int(rows[wrong][0])
         return failed(
-            f"a step has index {first}, but the sigma of step {place}",
+            f"a step has index {step_index}, but the sigma of step {sigma_of}",
             remedy=remedy,
-            step_index=first,
-            sigma_of=place,
+            step_index=step_index,
+            sigma_of=sigma_of,
         )
     consecutive = sampling.sde_window_layout == "consecutive"
     kind = "consecutive" if consecutive else "ascending"

@@ -23,6 +23,11 @@ RETURNED = {
         {"step_indices": lambda rollout: rollout.window.step_indices + 1},
         {"step_index": 1, "sigma_of": 0},
     ),
+    "one step counted from one": (
+        "window",
+        {"step_indices": lambda rollout: rollout.window.step_indices + torch.tensor([0, 1])},
+        {"step_index": 2, "sigma_of": 1},
+    ),
     "latents rounded to bfloat16": (
         "latent_dtype",
         {"latents": lambda rollout: rounded(rollout.window.latents)},
