@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flowcorr import sde
+from flowcorr.instruments.doctor.checks.timesteps import same
 from flowcorr.instruments.doctor.exam import FACTOR_ERRORS, Exam, largest_gap
 from flowcorr.instruments.doctor.findings import failed, judged, skipped
 from flowcorr.instruments.doctor.trials import TRAINING_STEP
@@ -118,7 +119,7 @@ def _walk(exam: Exam, begin: Tensor, first: Tensor, after: Tensor) -> tuple[Tens
 
 def check_path(exam: Exam) -> Finding:
     window = exam.trials.base.rollout.window
-    if not torch.equal(
+    if not same(
         window.timesteps, window.timesteps.new_tensor(_schedule(exam).timesteps)[window.step_indices]
     ):
         return skipped("the engine computes with other timesteps than the schedule's, see timesteps")

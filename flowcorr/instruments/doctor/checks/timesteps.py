@@ -34,11 +34,11 @@ def check_timesteps(exam: Exam) -> Finding:
     rows, dtype = places(exam), exam.config.rollout.dtype
     fed, exact = exam.trials.base.rollout.window.timesteps.float(), _exact(exam)
     gap = float((fed - exact[rows]).abs().max())
-    if _same(fed, exact[rows]):
+    if same(fed, exact[rows]):
         return _unreturned(exam, fed) or passed("the model gets the schedule's timesteps")
     rounded = _rounded(exam)
     tables = {**rounded, **{name: change(exact) for name, change in MISTAKES.items()}}
-    names = [name for name, table in tables.items() if _same(fed, table[rows])]
+    names = [name for name, table in tables.items() if same(fed, table[rows])]
     if _as_computed_in(dtype) in names:
         message = f"the model gets the schedule's timesteps, {_as_computed_in(dtype)}: up to {gap:.3g} away; {REPLAY}"
         return _unreturned(exam, fed) or passed(message)
@@ -61,7 +61,7 @@ def _unreturned(exam: Exam, returned: Tensor) -> Finding | None:
     changed = {**rounded, **{name: change(returned) for name, change in MISTAKES.items()}}
     found = []
     for name, timesteps in changed.items():
-        if _same(timesteps, returned):
+        if same(timesteps, returned):
             continue
         window = replace(trial.rollout.window, timesteps=timesteps)
         fit = trial.fit(score_means(exam.actor, replace(trial.rollout, window=window)))
@@ -99,5 +99,6 @@ def _as_computed_in(dtype: str) -> str:
     return f"as a transformer in {dtype} computes with them"
 
 
-def _same(timesteps: Tensor, others: Tensor) -> bool:
+def same(timesteps: Tensor, others: Tensor) -> bool:
+    """Whether two tables of timesteps differ by no more than the order of float32 operations that made them."""
     return torch.allclose(timesteps, others, rtol=FLOAT32, atol=0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from instruments.doctor.faults import assert_named, check, finding_of, separate
 
-from tests.planted.plants import at_steps, blanked, returning
+from tests.planted.plants import at_steps, blanked, returning, scheduled, with_timesteps
 
 BF16 = {
     "model": {"dtype": "bfloat16", "path": "tiny_ocr"},
@@ -40,6 +40,15 @@ def test_blank_prompts_after_the_window(small_run):
     engine = separate(run)
     at_steps(lambda engine: range(4, 6), blanked)(engine)
     assert_named(check(run, engine, float32=False), "path", leg="after the window")
+
+
+def test_timesteps_made_in_another_order_hide_no_fault_of_the_path(small_run):
+    run = small_run()
+    engine = separate(run)
+    scheduled(with_timesteps(lambda timesteps: timesteps * (1 + 2**-23)))(engine)
+    assert finding_of(check(run, engine), "path").level == "healthy"
+    longer(0.02)(engine)
+    assert "path" in check(run, engine).causes()
 
 
 def test_a_window_over_the_whole_schedule_leaves_no_step(small_run):
