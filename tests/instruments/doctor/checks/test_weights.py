@@ -78,12 +78,13 @@ def test_other_weights(small_run, fault):
     assert_named(check(run, engine, float32=False), name, **numbers)
 
 
-def test_a_version_that_was_never_sent_is_named(small_run):
+@pytest.mark.parametrize("change", [1, -1])
+def test_a_version_that_is_not_that_of_the_weights_that_sampled_is_named(change, small_run):
     run = small_run()
     engine = separate(run)
-    returning(policy_versions=lambda rollout: rollout.policy_versions + 1)(engine)
+    returning(policy_versions=lambda rollout: rollout.policy_versions + change)(engine)
     told = run.actor.weights.version + 2
-    assert_named(check(run, engine), "sync", sent_version=told, sampled_version=told + 1)
+    assert_named(check(run, engine), "sync", sent_version=told, sampled_version=told + change)
 
 
 def test_a_coarse_engine_warns(small_run):
