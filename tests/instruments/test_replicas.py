@@ -32,9 +32,10 @@ def found(steps):
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4, 16])
-def test_workers_that_differ_by_chance_are_not_named(workers):
+@pytest.mark.parametrize("spread", [0.1, 0.3])  # of about 50 and 6 terms a worker
+def test_workers_that_differ_by_chance_are_not_named(workers, spread):
     for seed in range(20):
-        steps = [step_of(1000 * seed + step, workers=workers) for step in range(30)]
+        steps = [step_of(1000 * seed + step, workers=workers, spread=spread) for step in range(30)]
         assert found(steps) == [[]] * 30
 
 
@@ -71,7 +72,7 @@ def test_the_finding_comes_once_and_says_where_the_worker_runs():
     assert (finding.numbers["worker"], finding.numbers["place"]) == (1, "host a, process 7, GPU 3")
     records = [step | {"step": number} for number, step in enumerate(steps, 1)]
     (of_run,) = examine_run(records, Units())
-    assert (of_run.cause, of_run.numbers["step"], of_run.numbers["worker"]) == ("worker", 3, 1)
+    assert (of_run.cause, of_run.numbers["step"], of_run.numbers["worker"]) == ("worker", 4, 1)
     assert "place" not in of_run.numbers
 
 
