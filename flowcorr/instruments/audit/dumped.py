@@ -53,6 +53,8 @@ def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> Report
     parts = [_exact(run, step, terms[step], gap) for step, gap in steps.items()]
     gap = Terms.concatenate([part.select((slice(None), trained)) for part in parts])
     gap = gap.select(delta(gap).isfinite().all(1))
+    marks = [one.before_update[:, trained] for one in terms.values() if one.before_update is not None]
+    late = sum(int((mark == 0).sum()) for mark in marks)
     if not len(gap.old_log_prob):
         found = [
             f"{one.sentence} ({one.evidence}); {one.remedy}" for one in faults if one.cause == "non_finite"
@@ -60,10 +62,11 @@ def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> Report
         found.append(
             "none was scored before the first update in all of its steps (before_update); dump a run that passes once "
             "over each batch (actor.epochs=1), or one that recomputes old log-probs"
+            if late
+            else "none was scored at all steps of the window that any training step scored; score the same steps of "
+            "the window in each training step"
         )
         raise ConfigError(f"{folder} holds no sample whose log-probs are all finite: {found[0]}")
-    marks = [one.before_update[:, trained] for one in terms.values() if one.before_update is not None]
-    late = sum(int((mark == 0).sum()) for mark in marks)
     if bypass and late:
         notes.append(f"{late} terms were scored after the first update of their step, so they are left out")
     if bypass and not marks:

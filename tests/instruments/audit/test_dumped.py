@@ -197,6 +197,21 @@ def test_in_bypass_terms_scored_before_the_first_update_are_audited(tmp_path):
     assert (report.fact("num_samples"), report.findings[0].cause, report.fact("joint_nats")) == (48, "gap", 0)
 
 
+def test_a_run_that_scores_other_steps_in_each_training_step_is_refused(tmp_path):
+    for step in range(2):
+        old = ROLLOUT + column([math.nan, 0.0] if step else [0.0, math.nan])
+        flowcorr.dump(
+            tmp_path,
+            step,
+            rollout_log_probs=ROLLOUT,
+            old_log_probs=old,
+            advantages=torch.zeros(32),
+            step_indices=[1, 3],
+        )
+    with pytest.raises(ConfigError, match="score the same steps of the window in each training step"):
+        audit_folder(tmp_path)
+
+
 def test_a_run_without_terms_before_an_update_is_refused(tmp_path):
     late = torch.tensor([[1, 0], [0, 1]]).repeat(16, 1)
     draw_steps(tmp_path, without=("old_log_probs",), before_update=late)
