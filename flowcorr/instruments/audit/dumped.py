@@ -24,6 +24,7 @@ from flowcorr.trainer.run_config import LOSS, MODES, how_to_allow
 
 # Standard errors between the two estimates of a step's KL beyond which noise of one size does not explain them.
 _DISAGREEMENT = 6.0
+_FEWEST = 8  # terms of a step: the error of fewer, from their own spread, is too small
 
 
 def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> Report:
@@ -128,7 +129,7 @@ def estimated_kl(gap: Terms, num_elements: int | None) -> tuple[Terms, list[str]
         )
         disagree = num_elements is not None and abs(of_spread + mean) > _DISAGREEMENT * error
         kl[here] = abs(mean) if disagree else max(-mean, of_spread)
-        if disagree:
+        if disagree and len(values) >= _FEWEST:
             notes.append(
                 f"step {index}: delta log p has mean {mean:.1e}, and noise of its spread would have "
                 f"{-of_spread:.1e}: not rounding alone; compare sigmas, timesteps and num_elements of both stacks"

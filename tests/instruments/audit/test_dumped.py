@@ -197,6 +197,19 @@ def test_in_bypass_terms_scored_before_the_first_update_are_audited(tmp_path):
     assert (report.fact("num_samples"), report.findings[0].cause, report.fact("joint_nats")) == (48, "gap", 0)
 
 
+@pytest.mark.parametrize(("samples", "told"), [(1, []), (7, []), (8, ["step 1", "step 3"])])
+def test_few_terms_of_a_step_do_not_tell_whether_noise_explains_it(samples, told, tmp_path):
+    rollout = ROLLOUT[:samples]
+    given = {
+        "rollout_log_probs": rollout,
+        "old_log_probs": rollout + 1e-3,
+        "advantages": torch.zeros(samples),
+    }
+    flowcorr.dump(tmp_path, 1, **given, step_indices=[1, 3], num_elements=D)
+    notes = [note.split(":")[0] for note in notes_of(audit_folder(tmp_path))]
+    assert [note for note in notes if note.startswith("step ")] == told
+
+
 def test_a_run_that_scores_other_steps_in_each_training_step_is_refused(tmp_path):
     for step in range(2):
         old = ROLLOUT + column([math.nan, 0.0] if step else [0.0, math.nan])
