@@ -88,18 +88,23 @@ class Legs:
 
     def __init__(self, stack: Stack) -> None:
         self._stack, samples = stack, stack.samples
-        self._noise = stack.tensor("initial_noise")
-        self._before, self._after = stack.tensor("latents"), stack.tensor("next_latents")
-        self._final = stack.tensor("final_latents")
+        self._noise, self._final = stack.tensor("initial_noise"), stack.tensor("final_latents")
         log_probs = samples.tensors().get("log_probs")
-        self._log_probs = None if log_probs is None else log_probs.double().to(stack.device)
+        self._before, self._after, self._log_probs = (
+            None if values is None else values[:, : len(stack.steps)]
+            for values in (
+                stack.tensor("latents"),
+                stack.tensor("next_latents"),
+                None if log_probs is None else log_probs.double().to(stack.device),
+            )
+        )
         self.num_samples = len(samples.prompts)
         captured = [value for value in (self._before, self._after, self._final) if value is not None]
         self._stored = max((rounding_of(value, _ULP / 2) for value in captured), default=_ULP / 2)
         known: list[LegName] = []
         has_schedule = samples.guidance_scale is not None and stack.own is not None
-        if self._before is not None and has_schedule:
-            steps = stack.steps
+        steps = stack.steps
+        if self._before is not None and has_schedule and steps:
             known.append("before")
             if samples.noise_level is not None and samples.sigmas is not None:
                 known.append("log_probs")

@@ -125,9 +125,11 @@ class Stack:
 
     @cached_property
     def steps(self) -> list[int]:
-        """Places of the window's steps in the schedule."""
-        indices = self.samples.tensors().get("step_indices")
-        return list(range(len(self.captured.timesteps))) if indices is None else indices.tolist()
+        """Places of the window's steps in the schedule; a step of `cps` to 0 has no noise, and is an Euler step."""
+        indices, sigmas = self.samples.tensors().get("step_indices"), self.captured.sigmas
+        steps = list(range(len(self.captured.timesteps))) if indices is None else indices.tolist()
+        noiseless = self.samples.sde_type == "cps" and sigmas and sigmas[steps[-1] + 1] == 0
+        return steps[:-1] if noiseless else steps
 
     @torch.no_grad()
     def velocity(

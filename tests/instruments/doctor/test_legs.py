@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flowcorr import sde
 from flowcorr.instruments.doctor.legs import CONVENTIONS, MEAN, Legs
 
 LEGS = ("before", "log_probs", "between", "after")
@@ -58,3 +59,36 @@ def test_without_log_probs_the_spread_of_noise_tells(stack_of):
     assert float(legs.scores(stack.captured, ["log_probs"])["log_probs"].max()) < 1
     off = replace(stack.captured, guidance_scale=-20.0)
     assert float(legs.scores(off, ["log_probs"])["log_probs"].min()) > 1
+
+
+@pytest.mark.parametrize("first", [0, 4])
+def test_the_last_step_of_cps_is_an_euler_step(first, stack_of, captured):
+    """As published, it is a step of the window like the others, of a std of 0."""
+    stack, rows, noise = stack_of(), [0, 1, 2, 3], torch.Generator().manual_seed(0)
+    latents, sigmas = captured["initial_noise"][:4], captured["sigmas"]
+    befores, afters, log_probs = [], [], []
+    for index in range(5):
+        velocity = stack.velocity(latents, [index] * 4, rows, stack.captured)
+        sigma, following = sigmas[index].expand(4), sigmas[index + 1].expand(4)
+        moved = latents - (sigmas[index] - sigmas[index + 1]) * velocity
+        log_prob = torch.zeros(4)
+        if first <= index < 4:
+            step = sde.transition("cps", latents, velocity, sigma, following, 0.7)
+            moved = sde.sample(step, torch.randn(moved.shape, generator=noise))
+            log_prob = sde.log_prob(moved, step, cps_unscaled=True)
+        befores.append(latents)
+        afters.append(moved)
+        log_probs.append(log_prob)
+        latents = moved
+    given = {"latents": befores, "next_latents": afters, "log_probs": log_probs}
+    cps = stack_of(
+        sde_type="cps",
+        step_indices=range(first, 5),
+        prompts=captured["prompts"][:4],
+        final_latents=latents,
+        **{name: torch.stack(values[first:], 1) for name, values in given.items()},
+    )
+    legs = Legs(cps)
+    assert legs.known == (() if first else ("before", "log_probs", "after"))
+    assert legs.convention == (None if first else CONVENTIONS[3])
+    assert all(float(score.max()) < 0.5 for score in legs.scores(cps.captured, legs.known).values())
