@@ -98,7 +98,6 @@ class Legs:
                 None if log_probs is None else log_probs.double().to(stack.device),
             )
         )
-        self.num_samples = len(samples.prompts)
         captured = [value for value in (self._before, self._after, self._final) if value is not None]
         self._stored = max((rounding_of(value, _ULP / 2) for value in captured), default=_ULP / 2)
         known: list[LegName] = []
