@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +83,13 @@ def load_family(
     path, dtype = model.path, DTYPES[model.dtype]
     location = resolve_path(path)
     class_name, components = _pipeline_parts(location, path)
-    omitted = [] if text_encoders else [name for name in components if name.startswith("text_encoder")]
+    encoders = {
+        name: kind if text_encoders else None
+        for name, (library, kind) in components.items()
+        if name.startswith("text_encoder") and (library == "transformers" or not text_encoders)
+    }
     chosen = _family_of(class_name, path) if model.family == "auto" else resolve_family(model.family)
-    pipeline = _read_pipeline(location, path, chosen, dtype, omitted)
+    pipeline = _read_pipeline(location, path, chosen, dtype, encoders)
     pipeline.scheduler = chosen.with_euler_steps(pipeline.scheduler)
     check_step_rule(pipeline.scheduler, path)
     pipeline.set_progress_bar_config(disable=True)
@@ -110,20 +114,33 @@ def load_family(
 
 
 def _read_pipeline(
-    location: str, path: str, family: type[ModelFamily], dtype: torch.dtype, omitted: Sequence[str]
+    location: str,
+    path: str,
+    family: type[ModelFamily],
+    dtype: torch.dtype,
+    encoders: Mapping[str, str | None],
 ) -> Any:
-    """The pipeline at a location, called `path` in the configuration, on the host and without `omitted` components."""
+    """The pipeline at a location, called `path` in the configuration, on the host.
+
+    Args:
+        location: its folder or its name on the hub.
+        path: what the configuration calls it.
+        family: its family.
+        dtype: the dtype of its weights.
+        encoders: the classes in transformers of its text encoders; None for one that is left out.
+    """
     import diffusers
     from safetensors import SafetensorError
 
+    options = {"use_safetensors": True, "local_files_only": hub.only_cached(location)}
     try:
         with quiet_loaders():
+            loaded = {
+                name: class_name and _text_encoder(location, path, name, class_name, dtype=dtype, **options)
+                for name, class_name in encoders.items()
+            }
             pipeline = getattr(diffusers, family.pipeline_class).from_pretrained(
-                location,
-                torch_dtype=dtype,
-                use_safetensors=True,
-                local_files_only=hub.only_cached(location),
-                **dict.fromkeys(omitted),
+                location, torch_dtype=dtype, **options, **loaded
             )
     except (OSError, ValueError, ImportError, AttributeError, TypeError, SafetensorError) as error:
         if (damaged := _damaged_file(location)) is not None:
@@ -135,6 +152,22 @@ def _read_pipeline(
         raise ConfigError(message + hint + hub.why_not_found(location)) from error
     _check_weights(pipeline.components, path)
     return pipeline
+
+
+def _text_encoder(location: str, path: str, name: str, class_name: str, **options: Any) -> Any:
+    """A text encoder with all of its weights: transformers would draw those that no file has."""
+    import transformers
+
+    model, found = getattr(transformers, class_name).from_pretrained(
+        location, subfolder=name, output_loading_info=True, **options
+    )
+    head = model.get_output_embeddings()  # predicts tokens, which nothing asks for
+    unused = set() if head is None else {id(weight) for weight in head.parameters()}
+    weights = dict(model.named_parameters())
+    missing = sorted(key for key in found["missing_keys"] if id(weights.get(key)) not in unused)
+    if missing:
+        raise _lacking(path, name, model, missing[0])
+    return model
 
 
 def _damaged_file(location: str) -> Path | None:
@@ -156,10 +189,14 @@ def _check_weights(components: Mapping[str, Any], path: str) -> None:
         weights = component.named_parameters() if isinstance(component, torch.nn.Module) else ()
         empty = next((weight for weight, value in weights if value.is_meta), None)
         if empty is not None:
-            raise ConfigError(
-                f"model.path={path!r}: the files of its {name} lack the weight {empty}; they are of another "
-                f"{type(component).__name__} than {name}/config.json describes, or a shard is missing"
-            )
+            raise _lacking(path, name, component, empty)
+
+
+def _lacking(path: str, name: str, component: torch.nn.Module, weight: str) -> ConfigError:
+    return ConfigError(
+        f"model.path={path!r}: the files of its {name} lack the weight {weight}; they are of another "
+        f"{type(component).__name__} than {name}/config.json describes, or a shard is missing"
+    )
 
 
 @contextlib.contextmanager
@@ -218,8 +255,8 @@ def _family_of(class_name: str, path: str) -> type[ModelFamily]:
     return resolve_family(PIPELINES[class_name])
 
 
-def _pipeline_parts(location: str, path: str) -> tuple[str, list[str]]:
-    """The pipeline's class, and the names of its components, as `model_index.json` has them."""
+def _pipeline_parts(location: str, path: str) -> tuple[str, dict[str, tuple[str, str]]]:
+    """The pipeline's class, and the library and class of its components, as `model_index.json` has them."""
     from diffusers import DiffusionPipeline
 
     index = Path(location) / "model_index.json"
@@ -232,7 +269,8 @@ def _pipeline_parts(location: str, path: str) -> tuple[str, list[str]]:
             else:
                 alone = hub.only_cached(location)
                 found = DiffusionPipeline.load_config(location, local_files_only=alone)
-        return found["_class_name"], [name for name in found if not name.startswith("_")]
+        parts = {name: tuple(part) for name, part in found.items() if isinstance(part, list) and any(part)}
+        return found["_class_name"], parts
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"model.path={path!r} is neither a pipeline folder, nor a pipeline on the hub, nor one of "

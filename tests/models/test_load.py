@@ -131,7 +131,7 @@ def test_a_damaged_file_of_weights_is_named(tmp_path, part, content):
         load_family(ModelConfig(path=str(folder)))
 
 
-@pytest.mark.parametrize("part", ["transformer", "vae"])
+@pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder", "text_encoder_2"])
 def test_a_weight_that_no_file_has_is_named(tmp_path, part):
     folder = build_tiny_flux(tmp_path / "flux")
     (path,) = (folder / part).glob("*.safetensors")
