@@ -64,6 +64,8 @@ SHARED = {
     "processes": (
         "actor/test_adamw",
         "actor/test_pass_bound",
+        "actor/test_update",
+        "algorithm/test_by_worker",
         "correction/test_correct",
         "distributed/test_fsdp",
         "distributed/test_ranks",
@@ -74,6 +76,7 @@ SHARED = {
         "test_metrics",
         "trainer/test_asynchronous",
         "trainer/test_ranks",
+        "trainer/test_replay",
         "workers/test_cluster",
         "workers/test_pool",
         "workers/test_process",
@@ -119,14 +122,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
-FROZEN = {"modules": 0}
+FROZEN = {"modules": 0, "tests": 0}
 
 
 def pytest_runtest_teardown() -> None:
-    """Keep the garbage collector off what imports have left, which every freed text encoder would have it walk."""
+    """Keep the garbage collector off what imports and fixtures leave, which each freed text encoder has it walk."""
+    FROZEN["tests"] += 1
     if len(sys.modules) > FROZEN["modules"] + 100:
         FROZEN["modules"] = len(sys.modules)
         gc.collect()
+        gc.freeze()
+    elif FROZEN["tests"] % 10 == 0:
         gc.freeze()
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import flowcorr
+from tests.conftest import SCOPES
 
 PACKAGE, TESTS = Path(flowcorr.__file__).parent, Path(__file__).parent
 WITHOUT_A_FILE = {
@@ -30,3 +31,11 @@ def test_no_file_of_tests_is_too_long_to_read():
         for path in TESTS.rglob("test_*.py")
     }
     assert {name: count for name, count in lines.items() if count > LONGEST_FILE} == {}
+
+
+def test_files_whose_tests_call_two_ranks_share_them():
+    calls = "two_ranks" + ".call("
+    calling = [path for path in TESTS.rglob("test_*.py") if calls in path.read_text(encoding="utf-8")]
+    names = [path.relative_to(TESTS.parent).as_posix() for path in calling]
+    assert names
+    assert [name for name in names if SCOPES.get(name) != "processes"] == []
