@@ -30,8 +30,9 @@ def add_adapter(transformer: Any, family: ModelFamily, config: LoraConfig, *, se
     from flowcorr.models.lora_linear import LoraLinear
 
     targets = list(config.targets or family.lora_targets)
+    modules = dict(transformer.named_modules())
     for target in targets:
-        _check_target(transformer, target)
+        _check_target(modules, target)
     adapter = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -50,9 +51,8 @@ def add_adapter(transformer: Any, family: ModelFamily, config: LoraConfig, *, se
         _load_warm_start(transformer, family, config)
 
 
-def _check_target(transformer: nn.Module, target: str) -> None:
+def _check_target(modules: Mapping[str, nn.Module], target: str) -> None:
     """Check that a target names linear layers only: peft adapts all that it names, and only those can be merged."""
-    modules = dict(transformer.named_modules())
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
     named = [name for name in modules if name == target or name.endswith("." + target)]
     found = [name for name in named if name in linear]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import escape
 
 import flowcorr
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 
 def web_page(report: Any) -> str:
@@ -31,6 +33,8 @@ def sentence(text: str) -> str:
 
 @functools.cache
 def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     environment = Environment(
         loader=PackageLoader("flowcorr.instruments"),
         autoescape=True,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -17,9 +17,13 @@ from flowcorr.models import ModelFamily, quiet_loaders, resolve_family
 from flowcorr.models.quantized import quantize_blocks
 
 
-def on_meta() -> AbstractContextManager[Any]:
-    """Build modules on torch's `meta` device."""
-    return torch.device("meta")
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Build modules on torch's `meta` device, for which no weights are drawn."""
+    from transformers.initialization import no_init_weights
+
+    with torch.device("meta"), no_init_weights():
+        yield
 
 
 class Places(Protocol):
@@ -119,6 +123,7 @@ def _new(architecture: Architecture, name: str) -> Any:
         module = kind.from_config(config)
     else:
         module = kind(kind.config_class.from_dict(dict(config)))
+        module.tie_weights()  # as it would where weights are drawn
     return module.requires_grad_(False).eval()
 
 
