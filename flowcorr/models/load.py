@@ -142,6 +142,8 @@ def _read_pipeline(
             pipeline = getattr(diffusers, family.pipeline_class).from_pretrained(
                 location, torch_dtype=dtype, **options, **loaded
             )
+    except ConfigError:
+        raise
     except (OSError, ValueError, ImportError, AttributeError, TypeError, SafetensorError) as error:
         if (damaged := _damaged_file(location)) is not None:
             raise ConfigError(

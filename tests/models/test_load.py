@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers.hooks import HookRegistry
 from safetensors.torch import load_file, save_file
-from tiny_pipelines import PIPELINES, build_tiny_flux, build_tiny_z_image
+from tiny_pipelines import PIPELINES, build_tiny_flux, build_tiny_qwen_image, build_tiny_z_image
 
 from flowcorr.config import ModelConfig
 from flowcorr.errors import ConfigError
@@ -139,8 +139,18 @@ def test_a_weight_that_no_file_has_is_named(tmp_path, part):
     name = min(weights)
     del weights[name]
     save_file(weights, path, metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=f"files of its {part} lack the weight {re.escape(name)}; "):
+    message = f"^model.path={re.escape(repr(str(folder)))}: the files of its {part} lack the weight {re.escape(name)}; "
+    with pytest.raises(ConfigError, match=message):
         load_family(ModelConfig(path=str(folder)))
+
+
+def test_a_text_encoder_needs_no_head_that_predicts_tokens(tmp_path):
+    folder = build_tiny_qwen_image(tmp_path / "qwen_image")
+    (path,) = (folder / "text_encoder").glob("*.safetensors")
+    weights = load_file(path)
+    del weights["lm_head.weight"]
+    save_file(weights, path, metadata={"format": "pt"})
+    assert load_family(ModelConfig(path=str(folder))).pipeline.text_encoder is not None
 
 
 def test_without_text_encoders_nothing_of_them_is_loaded():
