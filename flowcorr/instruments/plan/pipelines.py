@@ -132,7 +132,7 @@ def _place_with_adapter(transformer: Any, tracer: Places, dtype: torch.dtype) ->
     add_adapter = transformer.add_adapter
 
     def add_and_place(*args: Any, **kwargs: Any) -> None:
-        with _disable_current_modes():
+        with _disable_current_modes(), on_meta():
             add_adapter(*args, **kwargs)
         tracer.place(transformer, dtype)
 

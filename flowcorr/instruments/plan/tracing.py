@@ -288,7 +288,8 @@ class Tracer:
             self._section.peak, self._section.copies = self.allocated, self.copies
 
     def _run(self, operation: _Operation) -> None:
-        self.pass_by(operation.workspace)
+        if operation.workspace:
+            self.pass_by(operation.workspace)
         section, times = self._section, self._times
         section.flops += times * operation.flops
         section.moved += times * operation.moved
