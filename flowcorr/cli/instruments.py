@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -255,7 +256,8 @@ def plan(arguments: argparse.Namespace) -> int:
     check_ranks(config, arguments.ranks)
     check_settings(config)
 
-    # After the checks: a mistake is told before torch is imported.
+    # After the checks: a mistake is told before torch is imported. It computes no values, so it needs no more threads.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     from flowcorr.instruments.plan.report import plan as predict
 
     title = " ".join((arguments.recipe, *map(redact_override, arguments.overrides)))
