@@ -123,7 +123,7 @@ def _new(architecture: Architecture, name: str) -> Any:
         module = kind.from_config(config)
     else:
         module = kind(kind.config_class.from_dict(dict(config)))
-        module.tie_weights()  # as it would where weights are drawn
+        module.tie_weights()  # its constructor leaves that out where no weights are drawn
     return module.requires_grad_(False).eval()
 
 

@@ -2,8 +2,7 @@
 
 The tensors are those of a CPU, and have a layout only, so a model of any size fits a laptop. Their attention stores no
 scores, as on a GPU; what a GPU's kernels need beside their results is added. Blocks that are alike are built three
-times, and counted as often as the real model has them. What is computed from known numbers alone is computed, and not
-counted.
+times, and counted as often as the real model has them. Operations on known numbers alone are computed, not counted.
 """
 
 from __future__ import annotations
@@ -320,10 +319,6 @@ class _Counting(TorchDispatchMode):
         super().__init__()
         self.tracer = tracer
         self._known: dict[Any, _Operation] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and skipping takes time at each operation
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
