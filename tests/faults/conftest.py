@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -147,21 +146,6 @@ def wait_for() -> Callable[..., None]:
             time.sleep(0.02)
 
     return wait
-
-
-@pytest.fixture
-def family_of() -> Callable[[int], dict[Any, str]]:
-    """A process, by its id, and all that it has started, with their names."""
-    import psutil
-
-    def find(pid: int) -> dict[Any, str]:
-        found = {}
-        for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                found[process] = process.name()
-        return found
-
-    return find
 
 
 @pytest.fixture

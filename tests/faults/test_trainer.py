@@ -6,13 +6,13 @@ import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from ray_tasks import WORKERS
 
 from flowcorr.processes import STOP_SIGNALS
 from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer import checkpoint
+from tests.descendants import descendants, running
 from tests.faults.die_while_saving import train_and_die
 from tests.forks import exit_code
 
@@ -63,11 +63,11 @@ def test_killed_at_every_moment_of_writing_checkpoints(bench, tmp_path, events):
 
 
 @pytest.mark.faults
-def test_killed_ahead_it_leaves_no_process_and_goes_on(bench, tmp_path, events, wait_for, family_of):
+def test_killed_ahead_it_leaves_no_process_and_goes_on(bench, tmp_path, events, wait_for):
     out = tmp_path / "run"
     run = bench.start(out, *AHEAD, program=(DIE, "before it is renamed", "4"))
     wait_for(lambda: steps(out) or run.poll() is not None)
-    family = family_of(run.pid)
+    family = descendants(run.pid)
     assert {"raylet", "gcs_server"} <= set(family.values())
     assert sum("ray::Flowcorr" in name for name in family.values()) == 5
     said, _ = run.communicate(timeout=240)
@@ -84,13 +84,11 @@ def test_killed_ahead_it_leaves_no_process_and_goes_on(bench, tmp_path, events, 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_terminated_ahead_it_saves_and_leaves_no_process(
-    bench, tmp_path, events, wait_for, family_of, number
-):
+def test_terminated_ahead_it_saves_and_leaves_no_process(bench, tmp_path, events, wait_for, number):
     out = tmp_path / "run"
     run = bench.start(out, *AHEAD)
     wait_for(lambda: len(steps(out)) > 2 or run.poll() is not None, 600)
-    family = family_of(run.pid)
+    family = descendants(run.pid)
     assert sum("ray::Flowcorr" in name for name in family.values()) == 5
     os.killpg(run.pid, number)  # to Ray's processes too, as terminals, `timeout` and schedulers do
     said, _ = run.communicate(timeout=600)
@@ -108,12 +106,12 @@ def test_terminated_ahead_it_saves_and_leaves_no_process(
 
 
 @pytest.mark.faults
-def test_a_run_that_loses_its_own_node_saves_and_ends_soon(bench, tmp_path, events, wait_for, family_of):
+def test_a_run_that_loses_its_own_node_saves_and_ends_soon(bench, tmp_path, events, wait_for):
     """Its raylet and its workers. Ray ends a process that uses the object store just then at once, others later."""
     out = tmp_path / "run"
     run = bench.start(out, *AHEAD)
     wait_for(lambda: steps(out) or run.poll() is not None)
-    family = family_of(run.pid)
+    family = descendants(run.pid)
     begin = time.monotonic()
     for process, name in family.items():
         if name == "raylet" or "ray::Flowcorr" in name:
@@ -131,10 +129,6 @@ def test_a_run_that_loses_its_own_node_saves_and_ends_soon(bench, tmp_path, even
     assert checkpoint.load_latest(out / "checkpoints")[1].step == steps(out)[-1]
     bench.resume(out)
     bench.assert_same(out, bench.whole("rollout.staleness=1"))
-
-
-def running(process):
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.faults

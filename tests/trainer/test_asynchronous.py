@@ -1,13 +1,11 @@
 """Runs whose sampling runs ahead in Ray workers: what they train on, stop at and go on from."""
 
-import contextlib
 import os
 import shutil
 import signal
 import time
 from dataclasses import replace
 
-import psutil
 import pytest
 import torch
 from ray_tasks import WORKERS
@@ -20,6 +18,7 @@ from flowcorr.trainer import Silent, checkpoint
 from flowcorr.trainer.events import read_events
 from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.step import train_step
+from tests.descendants import descendants
 from tests.trainer import runs
 
 pytestmark = pytest.mark.system
@@ -176,11 +175,7 @@ def test_resume_takes_other_workers_and_no_other_bound(runs, tmp_path):
 
 def workers():
     """Processes of Ray's workers below this one."""
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found += [child.pid] * child.name().startswith("ray::Flowcorr")
-    return found
+    return [child.pid for child, name in descendants().items() if name.startswith("ray::Flowcorr")]
 
 
 def wait_until_workers_are_gone():

@@ -5,7 +5,6 @@ import re
 import time
 from functools import partial
 
-import psutil
 import pytest
 from ray_tasks import WORKERS, Events, Tasks, broken, wait_for
 
@@ -14,6 +13,7 @@ from flowcorr.errors import BackendError, ConfigError, MissingExtraError
 from flowcorr.trainer.events import read_events
 from flowcorr.workers.cluster import Cluster
 from flowcorr.workers.pool import WorkerPool
+from tests.descendants import descendants
 from tests.trainer.test_ranks import SMALL, assert_same_run, in_float64, records
 
 pytestmark = [pytest.mark.system, pytest.mark.usefixtures("ray_cluster")]
@@ -49,12 +49,8 @@ def value(future):
     return only
 
 
-def children():
-    return psutil.Process().children(recursive=True)
-
-
 def dispatchers():
-    return {child for child in children() if child.name().startswith("ray::FlowcorrDispatcher")}
+    return {child for child, name in descendants().items() if name.startswith("ray::FlowcorrDispatcher")}
 
 
 def runs(pid):

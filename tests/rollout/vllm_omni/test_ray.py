@@ -6,13 +6,13 @@ import signal
 import time
 from dataclasses import replace
 
-import psutil
 import pytest
 import torch
 
 from flowcorr.models import EMBEDDED
 from flowcorr.rollout.vllm_omni.probe import ComputedProbe
 from flowcorr.workers.rollout import RayRollout, RolloutWorker, Shard
+from tests.descendants import descendants, running
 
 pytestmark = [pytest.mark.vllm_omni, pytest.mark.filterwarnings("ignore")]
 
@@ -90,13 +90,13 @@ def test_a_killed_worker_takes_its_engine_with_it_and_is_replaced(stack, remote)
     pool, events = remote
     pool.sync(stack.actor.weights.snapshot())
     expected = sample(pool, stack)
-    children = psutil.Process(pool.places[0]["pid"]).children(recursive=True)
+    children = descendants(pool.places[0]["pid"])
     assert children, "the engine samples in processes of its own"
     sampling = pool.submit(stack.conditioning, (0, 1), training_step=1, with_means=True)
     os.kill(pool.places[0]["pid"], signal.SIGKILL)
     assert_alike(sampling.result(), expected)
     assert [kind for kind, _ in events] == ["worker_lost", "shard_retried", "worker_restarted"]
     end = time.monotonic() + 60
-    while any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children):
+    while any(map(running, children)):
         assert time.monotonic() < end, "the engine's processes outlive the worker"
         time.sleep(0.2)
