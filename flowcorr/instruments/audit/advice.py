@@ -233,7 +233,7 @@ def _verdict(facts: Facts, kind: Kind, bypass: bool) -> str:
 
 def _about_gap(facts: Facts, kind: Kind) -> str:
     gap = (
-        f"The step means differ by r = {facts.r:.1e} stds. Over {facts.num_steps} steps with D = {facts.num_elements} "
+        f"The step means differ by r = {facts.r:.2g} stds. Over {facts.num_steps} steps with D = {facts.num_elements} "
         f"that is {two_digits(facts.joint_nats)} joint nats: importance weights would leave "
         f"{100 * facts.exact_ess:.3g} % effective samples."
     )
@@ -272,7 +272,7 @@ def _about_quantization(facts: Facts) -> str:
 
 def _about_mode(facts: Facts, kind: Kind, bypass: bool) -> str:
     needed = (
-        f"{CLIP_HEADROOM:g} times the {CLIP_QUANTILE:g} quantile of |ratio - 1| is {facts.clip_needed:.1e}"
+        f"{CLIP_HEADROOM:g} times the {CLIP_QUANTILE:g} quantile of |ratio - 1| is {facts.clip_needed:.2g}"
     )
     cost = "a forward pass of each term"
     if facts.recompute_share is not None:
