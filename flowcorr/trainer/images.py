@@ -15,6 +15,7 @@ from flowcorr.trackers.base import writing
 
 MIN_WIDTH, MAX_WIDTH, MAX_PICTURES = 128, 256, 48
 _CAPTION_HEIGHT, _GAP = 18, 4
+_BESIDE = 1200  # pixels of a grid up to which two are shown beside each other, and not one above the other
 
 
 def labelled(
@@ -65,7 +66,10 @@ def save_image(picture: Image.Image, path: Path) -> None:
 
 
 def before_after(folder: Path) -> None:
-    """Join `eval_before.png` and `eval_after.png` in `folder` into `before_after.png`, if both are there."""
+    """Join `eval_before.png` and `eval_after.png` in `folder` into `before_after.png`, if both are there.
+
+    Wide ones stand one above the other: a page would show the pair too small.
+    """
     paths = [folder / f"eval_{name}.png" for name in ("before", "after")]
     if not all(path.is_file() for path in paths):
         return
@@ -76,9 +80,11 @@ def before_after(folder: Path) -> None:
             canvas.paste(picture, (0, 24))
         ImageDraw.Draw(canvas).text((2, 3), title, "black", font=ImageFont.load_default(16))
         halves.append(canvas)
-    joined = Image.new("RGB", (sum(half.width for half in halves) + 24, halves[0].height), "white")
+    width, height = halves[0].size
+    right, down = (0, height + 24) if width > _BESIDE else (width + 24, 0)
+    joined = Image.new("RGB", (width + right, height + down), "white")
     joined.paste(halves[0], (0, 0))
-    joined.paste(halves[1], (halves[0].width + 24, 0))
+    joined.paste(halves[1], (right, down))
     save_image(joined, folder / "before_after.png")
 
 

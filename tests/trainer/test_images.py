@@ -67,16 +67,21 @@ def test_a_grid_stays_small():
     assert len(pictures(100)) == MAX_PICTURES
 
 
-def test_before_and_after_are_joined(tmp_path):
+@pytest.mark.parametrize(
+    ("width", "size", "first", "second"),
+    [(100, (224, 64), (50, 60), (174, 60)), (1600, (1600, 152), (50, 60), (50, 148))],
+)
+def test_before_and_after_are_joined(width, size, first, second, tmp_path):
+    """Beside each other; wide ones one above the other."""
     before_after(tmp_path)
     assert list(tmp_path.iterdir()) == []
     for name, shade in (("before", "red"), ("after", "blue")):
-        save_image(Image.new("RGB", (100, 40), shade), tmp_path / f"eval_{name}.png")
+        save_image(Image.new("RGB", (width, 40), shade), tmp_path / f"eval_{name}.png")
     before_after(tmp_path)
     with Image.open(tmp_path / "before_after.png") as joined:
-        assert joined.size == (224, 64)
-        assert joined.getpixel((50, 60)) == (255, 0, 0)
-        assert joined.getpixel((174, 60)) == (0, 0, 255)
+        assert joined.size == size
+        assert joined.getpixel(first) == (255, 0, 0)
+        assert joined.getpixel(second) == (0, 0, 255)
 
 
 def test_a_picture_that_cannot_be_written_is_an_error(tmp_path):
