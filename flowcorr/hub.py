@@ -1,9 +1,15 @@
-"""The model hub: whether it answers, asked once before libraries ask it again and again."""
+"""Other people's checkpoints: whether the hub answers, and whether all of a model arrived.
+
+The hub is asked once, before libraries ask it again and again. Where files are missing, transformers makes up what they
+would hold: weights are drawn at random, and a tokenizer knows no words.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 TIMEOUT = 5.0
 """Seconds that the hub has for an answer."""
@@ -36,3 +42,24 @@ def unreachable() -> str | None:
     except Exception as error:  # of the HTTP library at hand, which differs by version
         return f"{constants.ENDPOINT} gives no answer ({' '.join(str(error).split())})"
     return None
+
+
+def missing_weight(model: Any, loading_info: Mapping[str, Any]) -> str | None:
+    """The first weight that no file of a model of transformers has; None where there is none.
+
+    Args:
+        model: as it was loaded.
+        loading_info: what `from_pretrained` returns beside it.
+    """
+    head = model.get_output_embeddings()  # predicts tokens, which nothing asks for
+    unused = set() if head is None else {id(weight) for weight in head.parameters()}
+    weights = dict(model.named_parameters())
+    return min(
+        (key for key in loading_info["missing_keys"] if id(weights.get(key)) not in unused), default=None
+    )
+
+
+def knows_words(tokenizer: Any) -> bool:
+    """Whether a tokenizer of transformers has a vocabulary beside its special and added tokens."""
+    vocabulary = set(tokenizer.get_vocab()) - {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+    return len(vocabulary) > 1  # T5's has a mark of word boundaries in any case

@@ -152,7 +152,7 @@ def _read_pipeline(
         message = f"model.path={path!r} cannot be loaded as a {family.name} pipeline: {one_sentence(error)}"
         hint = f". {CONVERT.format(path)}" if "safetensors" in message else ""
         raise ConfigError(message + hint + hub.why_not_found(location)) from error
-    _check_weights(pipeline.components, path)
+    _check_parts(pipeline.components, path)
     return pipeline
 
 
@@ -163,12 +163,8 @@ def _text_encoder(location: str, path: str, name: str, class_name: str, **option
     model, found = getattr(transformers, class_name).from_pretrained(
         location, subfolder=name, output_loading_info=True, **options
     )
-    head = model.get_output_embeddings()  # predicts tokens, which nothing asks for
-    unused = set() if head is None else {id(weight) for weight in head.parameters()}
-    weights = dict(model.named_parameters())
-    missing = sorted(key for key in found["missing_keys"] if id(weights.get(key)) not in unused)
-    if missing:
-        raise _lacking(path, name, model, missing[0])
+    if (missing := hub.missing_weight(model, found)) is not None:
+        raise _lacking(path, name, model, missing)
     return model
 
 
@@ -185,9 +181,17 @@ def _damaged_file(location: str) -> Path | None:
     return None
 
 
-def _check_weights(components: Mapping[str, Any], path: str) -> None:
-    """Refuse a component without all of its weights; diffusers leaves the others empty."""
+def _check_parts(components: Mapping[str, Any], path: str) -> None:
+    """Refuse a component without all of its weights, which diffusers leaves empty, or without its vocabulary."""
+    from transformers import PreTrainedTokenizerBase
+
     for name, component in components.items():
+        tokenizer = getattr(component, "tokenizer", component)  # that of a processor
+        if isinstance(tokenizer, PreTrainedTokenizerBase) and not hub.knows_words(tokenizer):
+            raise ConfigError(
+                f"model.path={path!r}: its {name} knows no words, so that all prompts would be one to the model; its "
+                "vocabulary, such as tokenizer.json, is missing: download it again"
+            )
         weights = component.named_parameters() if isinstance(component, torch.nn.Module) else ()
         empty = next((weight for weight, value in weights if value.is_meta), None)
         if empty is not None:

@@ -95,9 +95,10 @@ def load_clip(reward: str, path: str, processor: str, device: str, dtype: ClipDt
         dtype: of the weights and the arithmetic.
 
     Raises:
-        ConfigError: nothing can be loaded from there, or no safetensors, it is no CLIP model, or there is no such
-            device.
+        ConfigError: nothing can be loaded from there, or no safetensors, it is no CLIP model, a weight or the
+            vocabulary is missing, or there is no such device.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModel, AutoProcessor, CLIPModel
 
     where = named_device(f"reward {reward}: device", device)
@@ -106,14 +107,15 @@ def load_clip(reward: str, path: str, processor: str, device: str, dtype: ClipDt
         loaded = AutoProcessor.from_pretrained(
             processor, backend="pil", trust_remote_code=False, local_files_only=hub.only_cached(processor)
         )
-        model = AutoModel.from_pretrained(
+        model, found = AutoModel.from_pretrained(
             path,
             dtype=DTYPES[dtype],
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=hub.only_cached(path),
+            output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
         message = (
             f"reward {reward}: path={path!r} with processor={processor!r} cannot be loaded: "
             f"{one_sentence(error)}"
@@ -124,6 +126,16 @@ def load_clip(reward: str, path: str, processor: str, device: str, dtype: ClipDt
     if not isinstance(model, CLIPModel):
         raise ConfigError(
             f"reward {reward}: path={path!r} holds a {type(model).__name__}; it must be a CLIPModel"
+        )
+    if (lost := hub.missing_weight(model, found)) is not None:
+        raise ConfigError(
+            f"reward {reward}: the files of path={path!r} lack the weight {lost}, without which its scores would be "
+            "arbitrary; download them again, or give another checkpoint"
+        )
+    if not hub.knows_words(loaded.tokenizer):
+        raise ConfigError(
+            f"reward {reward}: the tokenizer of processor={processor!r} knows no words, so that all prompts would be "
+            "one; its vocabulary, such as tokenizer.json, is missing: download it again"
         )
     model.eval().requires_grad_(False).to(where)
     # The model's own device: in a thread, `cuda` alone may name another GPU.

@@ -144,6 +144,18 @@ def test_a_weight_that_no_file_has_is_named(tmp_path, part):
         load_family(ModelConfig(path=str(folder)))
 
 
+@pytest.mark.parametrize(
+    ("build", "part"),
+    [(build_tiny_flux, "tokenizer"), (build_tiny_flux, "tokenizer_2"), (build_tiny_qwen_image, "tokenizer")],
+)
+def test_a_tokenizer_without_its_vocabulary_is_named(tmp_path, build, part):
+    """Transformers would read every prompt as unknown tokens, or as none."""
+    folder = build(tmp_path / "model")
+    (folder / part / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=f"its {part} knows no words"):
+        load_family(ModelConfig(path=str(folder)))
+
+
 def test_a_text_encoder_needs_no_head_that_predicts_tokens(tmp_path):
     folder = build_tiny_qwen_image(tmp_path / "qwen_image")
     (path,) = (folder / "text_encoder").glob("*.safetensors")

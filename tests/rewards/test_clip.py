@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from flowcorr.errors import ConfigError
 from flowcorr.rewards.clip import load_clip
@@ -48,6 +48,36 @@ def test_weights_in_a_pickle_are_not_loaded(clip_folder, tmp_path):
     with pytest.raises(
         ConfigError, match=r"reward mine: path=.*read from safetensors only.*CLIPModel.*save_pretrained"
     ):
+        load_clip("mine", str(folder), clip_folder, "cpu", "float32")
+
+
+@pytest.mark.parametrize("name", ["visual_projection.weight", "logit_scale"])
+def test_a_weight_that_no_file_has_is_named(clip_folder, tmp_path, name):
+    """Transformers would draw it at random."""
+    folder = tmp_path / "clip"
+    shutil.copytree(clip_folder, folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights[name]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"reward mine: the files of path=.* lack the weight {name}"):
+        load_clip("mine", str(folder), clip_folder, "cpu", "float32")
+
+
+def test_a_tokenizer_without_its_vocabulary_is_named(clip_folder, tmp_path):
+    """Transformers would read every prompt as unknown tokens."""
+    folder = tmp_path / "clip"
+    shutil.copytree(clip_folder, folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="reward mine: the tokenizer of processor=.* knows no words"):
+        load_clip("mine", clip_folder, str(folder), "cpu", "float32")
+
+
+@pytest.mark.parametrize(("file", "content"), [("model.safetensors", b"version"), ("config.json", b"[]")])
+def test_a_damaged_file_is_an_error_of_the_path(clip_folder, tmp_path, file, content):
+    folder = tmp_path / "clip"
+    shutil.copytree(clip_folder, folder)
+    (folder / file).write_bytes(content)
+    with pytest.raises(ConfigError, match="reward mine: path=.* cannot be loaded"):
         load_clip("mine", str(folder), clip_folder, "cpu", "float32")
 
 
