@@ -255,6 +255,12 @@ def _pairs(state: Mapping[str, Tensor], options: Mapping[str, Any]) -> dict[str,
     if not downs or downs.keys() != ups.keys():
         lone = min(downs.keys() ^ ups.keys(), default=None)
         raise ConfigError(f"it holds one matrix of two for {lone}" if lone else "it holds no LoRA")
+    alphas = {name.removesuffix(_ALPHA) for name in state if name.endswith(_ALPHA)}
+    if stray := alphas - downs.keys():
+        raise ConfigError(
+            f"it holds {min(stray) + _ALPHA}, and no matrices of that name, so that a layer's scale is unknown; "
+            "rename it as its matrices are named, or leave it out where the scale is 1"
+        )
     ranks = {len(down) for down in downs.values()} | {up.shape[1] for up in ups.values()}
     if len(ranks) > 1 or 0 in ranks:
         raise ConfigError(
@@ -281,7 +287,11 @@ def _alpha(state: Mapping[str, Tensor], layer: str, otherwise: float) -> float:
 
 
 def _by_layer(pairs: Mapping[str, LoraPair], layers: Collection[str]) -> dict[str, LoraPair] | None:
-    """The pairs by diffusers' names of the layers; None if one has another name."""
+    """The pairs by diffusers' names of the layers; None if one has another name.
+
+    Raises:
+        ConfigError: two pairs are of one layer, under different prefixes.
+    """
     flat = {layer.replace(".", "_"): layer for layer in layers}
     found = {}
     for name, pair in pairs.items():
@@ -292,6 +302,8 @@ def _by_layer(pairs: Mapping[str, LoraPair], layers: Collection[str]) -> dict[st
             layer = flat.get(layer.removeprefix(prefix), layer) if layer.startswith(prefix) else layer
         if layer not in layers:
             return None
+        if layer in found:
+            raise ConfigError(f"it holds several adapters of {layer}; save one of them by itself")
         found[layer] = pair
     return found
 

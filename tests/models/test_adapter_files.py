@@ -257,6 +257,17 @@ BROKEN = {
         f"one matrix of two for {FIRST}",
     ),
     "two adapters": (with_tensor(f"{FIRST}.lora_A.style.weight", torch.ones(4, 4)), "several adapters of"),
+    "two adapters under different prefixes": (
+        lambda state: {
+            **state,
+            **{f"diffusion_model.{name}": value.clone() for name, value in state.items()},
+        },
+        "several adapters of",
+    ),
+    "an alpha of no matrices": (
+        with_tensor(f"transformer.{FIRST}.alpha", torch.tensor(8.0)),
+        rf"transformer\.{FIRST}\.alpha, and no matrices of that name",
+    ),
     "several ranks": (
         lambda state: {
             name: value[:2] if name == f"{FIRST}.lora_A.weight" else value for name, value in state.items()
