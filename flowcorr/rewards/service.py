@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import httpx2
 import numpy as np
 
-from flowcorr.errors import BackendError, ConfigError
+from flowcorr.errors import BackendError, ConfigError, one_sentence
 from flowcorr.private import REDACTED, redact_text
 from flowcorr.rewards.options import check_positive, check_whole
 
@@ -93,7 +93,8 @@ class Endpoint:
         max_response_bytes: a longer answer is an error.
 
     Raises:
-        ConfigError: at construction, for options that cannot work and a token that is not set.
+        ConfigError: at construction, for options that cannot work, a token that is not set, and a proxy that cannot be
+            used.
     """
 
     reward: str
@@ -112,6 +113,7 @@ class Endpoint:
         check_whole(self.reward, "max_response_bytes", self.max_response_bytes, 1)
         _check_verify(self.reward, self.verify)
         url = _check_url(self.reward, self.url)
+        self._client()
         if self.token_env is not None:
             self._token()
             if url.scheme == "http" and not _is_loopback(url.host):
@@ -176,7 +178,7 @@ class Endpoint:
         if self.token_env is not None:
             headers["Authorization"] = f"Bearer {self._token()}"
         async with (
-            httpx2.AsyncClient(verify=_tls(self.verify), timeout=self.timeout) as client,
+            self._client() as client,
             client.stream("POST", self.url, content=body, headers=headers) as response,
         ):
             if not response.is_success:
@@ -185,6 +187,20 @@ class Endpoint:
         if len(answer) > self.max_response_bytes:
             raise _Failure(f"answered more than max_response_bytes={self.max_response_bytes}")
         return answer
+
+    def _client(self) -> httpx2.AsyncClient:
+        """A client for one request, with the proxies that the environment names.
+
+        Raises:
+            ConfigError: one of them cannot be used, which is no sample's fault.
+        """
+        try:
+            return httpx2.AsyncClient(verify=_tls(self.verify), timeout=self.timeout)
+        except (ImportError, ValueError, httpx2.InvalidURL) as error:
+            raise ConfigError(
+                f"reward {self.reward}: a proxy that the environment names cannot be used ({one_sentence(error)}); "
+                "correct HTTP_PROXY, HTTPS_PROXY or ALL_PROXY, or name the reward's host in NO_PROXY"
+            ) from None
 
     def _json(self, answer: bytes) -> Any:
         try:

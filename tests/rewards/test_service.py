@@ -335,6 +335,20 @@ def test_unencrypted_token_is_warned_of(token, caplog):
     assert TOKEN not in caplog.text
 
 
+@pytest.mark.parametrize("proxy", ["ftp://me:pass@proxy", "socks9://proxy", "http://[::1"])
+def test_a_proxy_that_cannot_be_used_is_refused_at_construction_and_by_a_worker(serve, monkeypatch, proxy):
+    """Every sample would fail, none of them by its own fault."""
+    point = endpoint(serve(lambda request: [1]))
+    monkeypatch.delenv("no_proxy")
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    for use in (lambda: endpoint("http://scorer.example"), lambda: post(point)):
+        with pytest.raises(
+            ConfigError, match=r"proxy that the environment names cannot be used \(.*NO_PROXY"
+        ) as caught:
+            use()
+        assert "pass@" not in str(caught.value)
+
+
 @pytest.mark.parametrize("value", ["", "  ", "two words", "line\r\nbreak", "ключ"])
 def test_unusable_token_is_refused_at_construction_without_showing_it(monkeypatch, value):
     monkeypatch.setenv("SCORER_TOKEN", value)
