@@ -241,7 +241,8 @@ def _objects(text: str) -> list[dict[str, Any]]:
 
     The search goes on where a broken one breaks off, so nothing is parsed twice, and no text takes long.
     """
-    decoder, objects, rest = json.JSONDecoder(), [], text[-_READ_CHARACTERS:]
+    # Not strict: a model that transcribes several lines may write their breaks as they are.
+    decoder, objects, rest = json.JSONDecoder(strict=False), [], text[-_READ_CHARACTERS:]
     while opening := _OPENING.search(rest):
         rest = rest[opening.start() :]
         try:

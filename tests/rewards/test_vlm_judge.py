@@ -264,6 +264,11 @@ def test_last_object_with_the_key_counts():
     assert last_value(text, "score", (int, float)) == 2
 
 
+def test_line_breaks_within_a_transcription_are_read():
+    """Models write them as they see them, and not as JSON asks."""
+    assert last_value('{"text": "OPEN\n24 h\t", "lines": 2}', "text", str) == "OPEN\n24 h\t"
+
+
 @pytest.mark.parametrize("piece", ["{", '{"', '{"a":', "[", '{"a":[', '{"a":1,', '{"\\"', "{ "])
 def test_no_text_takes_long_to_read(piece, monkeypatch):
     """No character is looked at twice, whatever the text is made of; an error counts the lines before it."""
