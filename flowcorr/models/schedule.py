@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +37,9 @@ def linear_schedule(
         shift: takes the place of that shift.
 
     Raises:
-        ConfigError: the scheduler does not take sigmas and a shift, as the pipeline hands them over.
+        ConfigError: the scheduler does not take sigmas and a shift, as the pipeline hands them over; or see
+            `dynamic_shift`.
     """
-    from diffusers.pipelines.flux.pipeline_flux import calculate_shift
-
     scheduler = type(scheduler).from_config(scheduler.config)
     config = scheduler.config
     accepted = inspect.signature(scheduler.set_timesteps).parameters
@@ -49,12 +49,31 @@ def linear_schedule(
             "FlowMatchEulerDiscreteScheduler in model_index.json and scheduler/scheduler_config.json"
         )
     if shift is None:
-        shift = calculate_shift(
-            num_tokens,
-            config.base_image_seq_len,
-            config.max_image_seq_len,
-            config.base_shift,
-            config.max_shift,
-        )
+        shift = dynamic_shift(config, num_tokens)
     scheduler.set_timesteps(sigmas=np.linspace(1, 1 / num_inference_steps, num_inference_steps), mu=shift)
     return Schedule(sigmas=tuple(scheduler.sigmas.tolist()), timesteps=tuple(scheduler.timesteps.tolist()))
+
+
+def dynamic_shift(config: Mapping[str, Any], num_tokens: int) -> float | None:
+    """The shift of a scheduler that grows with the image tokens of a sample; None where it is the same for all.
+
+    Args:
+        config: the scheduler's.
+        num_tokens: see `linear_schedule`.
+
+    Raises:
+        ConfigError: the configuration lacks a number that the shift is computed from.
+    """
+    from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+    if not config.get("use_dynamic_shifting"):
+        return None
+    keys = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+    for key in keys:
+        if not isinstance(config.get(key), int | float):
+            raise ConfigError(
+                f"the model's scheduler has {key}={config.get(key)!r} in scheduler/scheduler_config.json, and needs a "
+                "number there, since use_dynamic_shifting is true; set it, or use_dynamic_shifting to false"
+            )
+    shift: float = calculate_shift(num_tokens, *(config[key] for key in keys))
+    return shift

@@ -11,7 +11,7 @@ from torch import Tensor
 from flowcorr.config.families import FAMILIES
 from flowcorr.config.layers import JOINT_ATTENTION
 from flowcorr.models.base import Conditioning, Guidance, InVllmOmni, ModelFamily, TextShapes, decode_scaled
-from flowcorr.models.schedule import Schedule
+from flowcorr.models.schedule import Schedule, dynamic_shift
 from flowcorr.models.sizes import check_size
 from flowcorr.records import Prompt
 
@@ -54,20 +54,9 @@ class SD3(ModelFamily):
         return (latent_shape[-2] // patch) * (latent_shape[-1] // patch)
 
     def schedule(self, num_inference_steps: int, latent_shape: tuple[int, ...]) -> Schedule:
-        from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
-
         scheduler = type(self.pipeline.scheduler).from_config(self.pipeline.scheduler.config)
-        config = scheduler.config
-        options = {}
-        if config.get("use_dynamic_shifting"):
-            options["mu"] = calculate_shift(
-                self.image_tokens(latent_shape),
-                config.base_image_seq_len,
-                config.max_image_seq_len,
-                config.base_shift,
-                config.max_shift,
-            )
-        scheduler.set_timesteps(num_inference_steps, **options)
+        shift = dynamic_shift(scheduler.config, self.image_tokens(latent_shape))
+        scheduler.set_timesteps(num_inference_steps, **({} if shift is None else {"mu": shift}))
         return Schedule(
             sigmas=tuple(scheduler.sigmas.tolist()), timesteps=tuple(scheduler.timesteps.float().tolist())
         )

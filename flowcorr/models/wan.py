@@ -87,6 +87,12 @@ class Wan(ModelFamily):
 
     def schedule(self, num_inference_steps: int, latent_shape: tuple[int, ...]) -> Schedule:
         scheduler = type(self.pipeline.scheduler).from_config(self.pipeline.scheduler.config)
+        if scheduler.config.get("use_dynamic_shifting"):
+            raise ConfigError(
+                "the model's scheduler has use_dynamic_shifting=True in scheduler/scheduler_config.json, and Wan's "
+                "pipeline gives it no shift; set it to false, and the shift in flow_shift, or in shift of "
+                "FlowMatchEulerDiscreteScheduler"
+            )
         scheduler.set_timesteps(num_inference_steps)
         return Schedule(
             sigmas=tuple(scheduler.sigmas.tolist()), timesteps=tuple(scheduler.timesteps.float().tolist())

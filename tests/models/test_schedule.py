@@ -43,6 +43,18 @@ def test_a_scheduler_that_takes_no_sigmas_is_refused():
         linear_schedule(scheduler, 4, 256)
 
 
+@pytest.mark.parametrize("key", ["base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift"])
+def test_a_dynamic_shift_needs_its_numbers_and_a_fixed_one_does_not(key):
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    dynamic = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, **{key: None})
+    with pytest.raises(ConfigError, match=rf"{key}=None in scheduler/scheduler_config\.json"):
+        linear_schedule(dynamic, 4, 256)
+    assert linear_schedule(dynamic, 4, 256, shift=0.5).sigmas[0] == 1.0
+    fixed = FlowMatchEulerDiscreteScheduler(shift=3.0, **{key: None})
+    assert linear_schedule(fixed, 2, 256).sigmas == pytest.approx((1.0, 0.75, 0.0))
+
+
 def test_a_linear_schedule_is_shifted_by_the_number_of_tokens():
     from diffusers import FlowMatchEulerDiscreteScheduler
 

@@ -115,6 +115,14 @@ def test_euler_takes_the_noise_levels_of_the_published_scheduler(family):
     assert schedule.timesteps == pytest.approx(published.timesteps.tolist())
 
 
+def test_a_dynamic_shift_which_the_pipeline_does_not_give_is_refused(family, monkeypatch):
+    plain = family.pipeline.scheduler
+    dynamic = type(plain).from_config(plain.config, use_dynamic_shifting=True)
+    monkeypatch.setattr(family.pipeline, "scheduler", dynamic)
+    with pytest.raises(ConfigError, match=r"use_dynamic_shifting=True in .*set it to false"):
+        family.schedule(5, ())
+
+
 def test_a_model_with_two_transformers_is_refused(family):
     family.pipeline.transformer_2 = family.transformer
     with pytest.raises(ConfigError, match="two transformers"):
