@@ -108,6 +108,8 @@ def load_family(
     family = chosen(
         pipeline, dtype=dtype, max_sequence_length=model.max_sequence_length, reference_size=reference_size
     )
+    if text_encoders:
+        _check_template(family, path)
     if offloads:
         family.offload_text_encoders(device)
     return family
@@ -198,6 +200,17 @@ def _check_parts(components: Mapping[str, Any], path: str) -> None:
             raise _lacking(path, name, component, empty)
 
 
+def _check_template(family: ModelFamily, path: str) -> None:
+    """Refuse a tokenizer without the chat template into which its family puts prompts."""
+    try:
+        family.tokenized_text("a")
+    except ValueError as error:
+        raise ConfigError(
+            f"model.path={path!r}: its tokenizer cannot put a prompt into its chat template ({one_sentence(error)}); "
+            "chat_template.jinja is missing or of another model: download it again"
+        ) from error
+
+
 def _lacking(path: str, name: str, component: torch.nn.Module, weight: str) -> ConfigError:
     return ConfigError(
         f"model.path={path!r}: the files of its {name} lack the weight {weight}; they are of another "
@@ -275,9 +288,9 @@ def _pipeline_parts(location: str, path: str) -> tuple[str, dict[str, tuple[str,
             else:
                 alone = hub.only_cached(location)
                 found = DiffusionPipeline.load_config(location, local_files_only=alone)
-        parts = {name: tuple(part) for name, part in found.items() if isinstance(part, list) and any(part)}
-        return found["_class_name"], parts
-    except (OSError, ValueError, KeyError) as error:
+        parts = {name: part for name, part in found.items() if isinstance(part, list) and any(part)}
+        return str(found["_class_name"]), {name: (library, kind) for name, (library, kind) in parts.items()}
+    except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"model.path={path!r} is neither a pipeline folder, nor a pipeline on the hub, nor one of "
             f"{', '.join(EMBEDDED)}: {one_sentence(error)}{hub.why_not_found(location)}"

@@ -74,7 +74,17 @@ def test_a_name_that_is_nothing_is_an_error():
         load_family(ModelConfig(path="no_such_pipeline"))
 
 
-@pytest.mark.parametrize("text", ["{", "{}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "{}",
+        "[]",
+        "null",
+        '{"_class_name": ["FluxPipeline"]}',
+        '{"_class_name": "X", "vae": ["diffusers"]}',
+    ],
+)
 def test_a_broken_index_is_an_error(tmp_path, text):
     (tmp_path / "model_index.json").write_text(text)
     with pytest.raises(ConfigError, match=r"model\.path="):
@@ -154,6 +164,14 @@ def test_a_tokenizer_without_its_vocabulary_is_named(tmp_path, build, part):
     (folder / part / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=f"its {part} knows no words"):
         load_family(ModelConfig(path=str(folder)))
+
+
+def test_a_tokenizer_without_its_chat_template_is_named(tmp_path):
+    folder = build_tiny_z_image(tmp_path / "model")
+    (folder / "tokenizer" / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match=r"chat template .* chat_template\.jinja is missing"):
+        load_family(ModelConfig(path=str(folder)))
+    assert load_family(ModelConfig(path=str(folder)), text_encoders=False).name == "z_image"
 
 
 def test_a_text_encoder_needs_no_head_that_predicts_tokens(tmp_path):
