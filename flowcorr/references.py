@@ -102,6 +102,8 @@ def _decode(content: bytes, path: Path) -> Image:
 
 def _check(image: Image, path: Path) -> None:
     """Refuse what its header shows to be unusable, before its pixels are decoded."""
+    if image.format == "EPS":  # Pillow would hand its program to Ghostscript, and wait for it
+        raise ConfigError(f"the reference image {path} is a program in PostScript; {_FORMATS}")
     if not MIN_SIDE <= min(image.size) <= max(image.size) <= MAX_SIDE:
         raise ConfigError(f"the reference image {path} has {image.width} x {image.height} pixels; {_SIZES}")
     # A photo of some phones is an MPO: a JPEG that carries further ones for its preview.

@@ -104,6 +104,7 @@ FRAMES = {"save_all": True, "append_images": [picture().rotate(180)]}
         pytest.param(PNG[:60] + b"?" + PNG[61:], "cannot be decoded", id="a wrong byte"),
         pytest.param(b"", "is no image", id="empty"),
         pytest.param(b"<svg/>", "is no image", id="a drawing"),
+        pytest.param(encoded(picture(), "EPS"), "a program in PostScript", id="a program"),
         pytest.param(encoded(Image.new("RGB", (1, 1)), "PNG"), "has 1 x 1 pixels", id="one pixel"),
         pytest.param(
             encoded(Image.new("1", (20_000, 32)), "PNG"),
