@@ -7,6 +7,7 @@ arXiv:2305.13301, section 5.1.
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ def load_head(path: str) -> tuple[tuple[Tensor, Tensor], ...]:
             f"convert it once: {_CONVERT}"
         )
     try:
-        tensors = load_file(path)
+        tensors = load_file(os.path.expanduser(path))
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"reward aesthetic: head={path!r} cannot be loaded: {error}") from error
     places = sorted(int(match[1]) for match in map(_WEIGHT.fullmatch, tensors) if match)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -102,6 +103,7 @@ def load_clip(reward: str, path: str, processor: str, device: str, dtype: ClipDt
     from transformers import AutoModel, AutoProcessor, CLIPModel
 
     where = named_device(f"reward {reward}: device", device)
+    path, processor = os.path.expanduser(path), os.path.expanduser(processor)
     try:
         # Pillow resizes alike on every machine, whether torchvision is there or not.
         loaded = AutoProcessor.from_pretrained(

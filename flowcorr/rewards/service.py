@@ -310,7 +310,7 @@ def _tls(verify: bool | str) -> ssl.SSLContext:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     else:
-        context.load_verify_locations(cafile=verify)
+        context.load_verify_locations(cafile=os.path.expanduser(verify))
     return context
 
 

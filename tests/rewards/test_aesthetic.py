@@ -60,6 +60,13 @@ def test_scores_are_those_of_the_published_head(clip_folder, head_file):
     assert np.ptp(output.scores) > 1e-3
 
 
+def test_paths_may_begin_at_the_home_folder(clip_folder, head_file, monkeypatch):
+    expected = Aesthetic(head=head_file, path=clip_folder, device="cpu")(IMAGES, PROMPTS)
+    monkeypatch.setenv("HOME", "/")  # both paths begin with a slash
+    reward = Aesthetic(head=f"~{head_file}", path=f"~{clip_folder}", device="cpu")
+    assert reward(IMAGES, PROMPTS).scores == pytest.approx(expected.scores)
+
+
 def test_the_prompt_does_not_matter(clip_folder, head_file):
     reward = Aesthetic(head=head_file, path=clip_folder, device="cpu")
     other = [Prompt(text="other")] * 4

@@ -318,11 +318,13 @@ def test_compressed_answers_are_not_unpacked(serve):
     assert server.requests[0].headers["Accept-Encoding"] == "identity"
 
 
-def test_certificate_is_checked(secure, certificate):
+def test_certificate_is_checked(secure, certificate, monkeypatch):
     with pytest.raises(BackendError, match="certificate that cannot be verified.*set verify to"):
         post(endpoint(secure))
     assert secure.requests == []
     assert post(endpoint(secure, verify=str(certificate[0]))) == [1]
+    monkeypatch.setenv("HOME", str(certificate[0].parent))
+    assert post(endpoint(secure, verify=f"~/{certificate[0].name}")) == [1]
     assert post(endpoint(secure, verify=False)) == [1]
 
 
