@@ -33,4 +33,7 @@ ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def round_weight(weight: Tensor, emulate: str) -> Tensor:
     """Round a matrix `[out, in]`; vectors and convolutions keep their precision."""
-    return weight if emulate == "none" or weight.dim() != 2 else ROUNDINGS[emulate](weight)
+    if emulate == "none" or weight.dim() != 2:
+        return weight
+    # Scales are float32, as engines keep them: float16 holds none of a row of zeros.
+    return ROUNDINGS[emulate](weight.float()).to(weight.dtype)

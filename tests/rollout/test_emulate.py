@@ -54,9 +54,18 @@ def test_fp8_has_three_mantissa_bits(weights):
     assert error.max() > 2**-5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("emulate", ROUNDINGS)
-def test_a_row_of_zeros_stays_zero(emulate):
-    assert torch.equal(round_weights({"w": torch.zeros(2, 3)}, emulate)["w"], torch.zeros(2, 3))
+def test_a_row_of_zeros_stays_zero(emulate, dtype):
+    zeros = torch.zeros(2, 3)
+    assert torch.equal(round_weights({"w": zeros.to(dtype)}, emulate)["w"].float(), zeros)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("emulate", ROUNDINGS)
+def test_scales_are_not_rounded_to_the_dtype_of_the_weights(weights, emulate, dtype):
+    coarse = weights["matrix"].to(dtype)
+    assert torch.equal(round_weight(coarse, emulate), round_weight(coarse.float(), emulate).to(dtype))
 
 
 def test_unknown_bfloat16_weights_keep_their_dtype():
