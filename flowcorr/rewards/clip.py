@@ -97,7 +97,7 @@ def load_clip(reward: str, path: str, processor: str, device: str, dtype: ClipDt
 
     Raises:
         ConfigError: nothing can be loaded from there, or no safetensors, it is no CLIP model, a weight or the
-            vocabulary is missing, or there is no such device.
+            vocabulary is missing, the processor is of another model, or there is no such device.
     """
     from safetensors import SafetensorError
     from transformers import AutoModel, AutoProcessor, CLIPModel
@@ -134,6 +134,11 @@ def load_clip(reward: str, path: str, processor: str, device: str, dtype: ClipDt
             f"reward {reward}: the files of path={path!r} lack the weight {lost}, without which its scores would be "
             "arbitrary; download them again, or give another checkpoint"
         )
+    if len(loaded.tokenizer) > model.config.text_config.vocab_size:
+        raise ConfigError(
+            f"reward {reward}: processor={processor!r} has a vocabulary of {len(loaded.tokenizer)}, and path={path!r} "
+            f"reads one of {model.config.text_config.vocab_size}; give the processor of this checkpoint"
+        )
     if not hub.knows_words(loaded.tokenizer):
         raise ConfigError(
             f"reward {reward}: the tokenizer of processor={processor!r} knows no words, so that all prompts would be "
@@ -141,7 +146,15 @@ def load_clip(reward: str, path: str, processor: str, device: str, dtype: ClipDt
         )
     model.eval().requires_grad_(False).to(where)
     # The model's own device: in a thread, `cuda` alone may name another GPU.
-    return Clip(model=model, processor=loaded, device=model.device, dtype=DTYPES[dtype])
+    clip = Clip(model=model, processor=loaded, device=model.device, dtype=DTYPES[dtype])
+    try:
+        clip.embed_images(np.zeros((1, 64, 64, 3), np.uint8), 1)
+    except (ValueError, RuntimeError) as error:  # or else every sample would fail
+        raise ConfigError(
+            f"reward {reward}: path={path!r} cannot read an image that processor={processor!r} prepared "
+            f"({one_sentence(error)}); give the processor of this checkpoint"
+        ) from error
+    return clip
 
 
 def _batches(items: Any, batch_size: int) -> Iterator[Any]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoProcessor
 
 from flowcorr.errors import ConfigError
 from flowcorr.rewards.clip import load_clip
@@ -69,6 +70,28 @@ def test_a_tokenizer_without_its_vocabulary_is_named(clip_folder, tmp_path):
     shutil.copytree(clip_folder, folder)
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="reward mine: the tokenizer of processor=.* knows no words"):
+        load_clip("mine", clip_folder, str(folder), "cpu", "float32")
+
+
+def test_a_processor_of_images_of_another_size_is_named(clip_folder, tmp_path):
+    folder = tmp_path / "clip"
+    shutil.copytree(clip_folder, folder)
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (folder / name).exists():
+            text = (folder / name).read_text()
+            (folder / name).write_text(text.replace("32", "16"))
+    with pytest.raises(ConfigError, match="reward mine: path=.* cannot read an image that processor=.*16"):
+        load_clip("mine", clip_folder, str(folder), "cpu", "float32")
+
+
+def test_a_processor_with_more_words_than_the_checkpoint_reads_is_named(clip_folder, tmp_path):
+    """On a GPU such a word would end the process."""
+    folder = tmp_path / "clip"
+    shutil.copytree(clip_folder, folder)
+    processor = AutoProcessor.from_pretrained(folder, backend="pil")
+    processor.tokenizer.add_tokens(["more"])
+    processor.save_pretrained(folder)
+    with pytest.raises(ConfigError, match="has a vocabulary of 55, and path=.* reads one of 54"):
         load_clip("mine", clip_folder, str(folder), "cpu", "float32")
 
 
