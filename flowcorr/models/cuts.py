@@ -114,11 +114,11 @@ def describe_cuts(family: Any, prompts: Sequence[Prompt]) -> str | None:
 
 def _upto_target(prompt: Prompt, text: str) -> str | None:
     """The text up to the end of the prompt's target; None if the prompt does not contain its target."""
-    word = re.escape(prompt.target or "")
-    found = re.search(rf"(?<!\w){word}(?!\w)", prompt.text) or re.search(word, prompt.text)
-    if not prompt.target or found is None:
+    word, words = re.escape(prompt.target or ""), prompt.text.strip()  # some chat templates trim a prompt
+    found = re.search(rf"(?<!\w){word}(?!\w)", words) or re.search(word, words)
+    if not prompt.target or found is None or words not in text:
         return None
-    return text[: text.index(prompt.text) + found.end()]
+    return text[: text.index(words) + found.end()]
 
 
 def _equal_prompts(encoders: Sequence[Reader], prompts: Sequence[Prompt], texts: Sequence[str]) -> int:

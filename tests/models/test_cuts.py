@@ -123,6 +123,14 @@ def test_a_target_is_found_as_a_word_of_its_own(tmp_path):
         assert BEYOND.search(describe_cuts(family, [Prompt(text=late, target=target)]))[4] is None
 
 
+def test_a_template_may_trim_or_change_a_prompt(tmp_path, monkeypatch):
+    family = load_family(ModelConfig(path=str(build_tiny_sd3(tmp_path / "sd3")), max_sequence_length=8))
+    prompt = Prompt(text=f' {"category " * 9}"cat"\n', target="cat")
+    for template, lost in ((str, "1"), (str.strip, "1"), (str.upper, None)):
+        monkeypatch.setattr(type(family), "tokenized_text", lambda self, text, change=template: change(text))
+        assert BEYOND.search(describe_cuts(family, [prompt]))[4] == lost
+
+
 def test_a_family_gets_the_check_without_a_line_of_its_own(tmp_path, monkeypatch):
     """Without `text_shapes` an encoder reads what the run asks for, or less where its tokenizer says so."""
     family = load_family(ModelConfig(path=str(build_tiny_sd3(tmp_path / "sd3")), max_sequence_length=LENGTH))
