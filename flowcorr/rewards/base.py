@@ -310,10 +310,12 @@ def _as_vector(value: Any, batch_size: int, name: str) -> np.ndarray:
         )
     if hasattr(value, "detach"):  # a tensor, maybe on a device, maybe bfloat16, which numpy does not know
         value = value.detach().double().cpu().numpy()
+    if isinstance(value, list | tuple):  # of tensors, maybe likewise, or with gradients
+        value = [part.tolist() if hasattr(part, "detach") else part for part in value]
     try:
         # A copy: a reward may write its next scores into the same array.
         vector = np.array(value, dtype=np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise BatchError(
             f"reward {name} returned {type(value).__name__}, which is not a sequence of numbers ({error}); "
             f"return one number for each of the {batch_size} images, or a RewardOutput"

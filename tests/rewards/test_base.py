@@ -36,9 +36,10 @@ def nan_at_one(images, prompts):
         (1.0, 2.0, 3.0),
         np.array([1, 2, 3], dtype=np.float32),
         torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16, requires_grad=True),
+        list(torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16, requires_grad=True)),
         RewardOutput(scores=np.array([1.0, 2.0, 3.0])),
     ],
-    ids=["list", "tuple", "array", "tensor", "output"],
+    ids=["list", "tuple", "array", "tensor", "tensors", "output"],
 )
 def test_as_reward_output_takes_any_numbers(value):
     output = as_reward_output(value, 3, "mine")
@@ -54,11 +55,13 @@ def test_as_reward_output_takes_any_numbers(value):
         (1.0, r"returned shape \[\]"),
         (None, r"^reward mine returned None; return one number for each of the 3 images"),
         (np.zeros((3, 1)), r"returned shape \[3, 1\]"),
+        ([torch.zeros(1)] * 3, r"returned shape \[3, 1\]"),
         (["a", "b", "c"], "not a sequence of numbers"),
+        ([10**400] * 3, "not a sequence of numbers"),
         ({"score": [1, 2, 3]}, "returned dict"),
         (RewardOutput(scores=np.zeros(3), extra={"hits": np.zeros(2)}), r"mine.extra\['hits'\].*\[2\]"),
     ],
-    ids=["short", "scalar", "none", "column", "texts", "dict", "extra"],
+    ids=["short", "scalar", "none", "column", "tensors", "texts", "huge", "dict", "extra"],
 )
 def test_as_reward_output_refuses_other_shapes(value, message):
     with pytest.raises(BatchError, match=message):
