@@ -37,8 +37,8 @@ def linear_schedule(
         shift: takes the place of that shift.
 
     Raises:
-        ConfigError: the scheduler does not take sigmas and a shift, as the pipeline hands them over; or see
-            `dynamic_shift`.
+        ConfigError: the scheduler does not take sigmas and a shift, as the pipeline hands them over, or no single
+            step; or see `dynamic_shift`.
     """
     scheduler = type(scheduler).from_config(scheduler.config)
     config = scheduler.config
@@ -47,6 +47,11 @@ def linear_schedule(
         raise ConfigError(
             f"the model's scheduler {type(scheduler).__name__} does not take the sigmas of its pipeline; replace it by "
             "FlowMatchEulerDiscreteScheduler in model_index.json and scheduler/scheduler_config.json"
+        )
+    if num_inference_steps == 1 and config.get("shift_terminal"):  # its only noise level would be 0 / 0
+        raise ConfigError(
+            f"sampling.num_inference_steps=1 is too few for the model's scheduler, whose last step begins at "
+            f"shift_terminal={config.shift_terminal}; use at least 2"
         )
     if shift is None:
         shift = dynamic_shift(config, num_tokens)

@@ -55,6 +55,15 @@ def test_a_dynamic_shift_needs_its_numbers_and_a_fixed_one_does_not(key):
     assert linear_schedule(fixed, 2, 256).sigmas == pytest.approx((1.0, 0.75, 0.0))
 
 
+def test_a_terminal_shift_needs_two_steps():
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    scheduler = FlowMatchEulerDiscreteScheduler(shift_terminal=0.02)
+    assert linear_schedule(scheduler, 2, 256).sigmas == pytest.approx((1.0, 0.02, 0.0))
+    with pytest.raises(ConfigError, match=r"num_inference_steps=1 is too few .* shift_terminal=0\.02"):
+        linear_schedule(scheduler, 1, 256)
+
+
 def test_a_linear_schedule_is_shifted_by_the_number_of_tokens():
     from diffusers import FlowMatchEulerDiscreteScheduler
 
