@@ -155,9 +155,10 @@ def from_first_dialect(old: dict[str, Any]) -> dict[str, Any]:
     upper = old.pop("rollout_is_threshold", None)
     lower = old.pop("rollout_is_threshold_lower", None)
     veto = old.pop("rollout_is_veto_threshold", None)
-    apply = old.pop("rollout_is", False)
-    if isinstance(apply, str):
-        level, apply = apply, True
+    if isinstance(old.get("rollout_is"), str):
+        level, apply = old.pop("rollout_is"), True
+    else:
+        apply = bool(_flag(old, "rollout_is"))
     if level not in IS_LEVELS:
         raise ConfigError(unknown_choice(f"{SECTION}.rollout_is_level", level, IS_LEVELS))
     if mode not in IS_MODES:
@@ -187,20 +188,36 @@ def _from_later_dialects(old: dict[str, Any]) -> dict[str, Any]:
     if old.get("rollout_rs") is not None and lower is not None:
         old["rollout_rs"] = ",".join(parse_modes(old["rollout_rs"]))
         old["rollout_rs_threshold"] = _band("rollout_rs_threshold", old.get("rollout_rs_threshold"), lower)
-    bypass = old.pop("bypass_old_logprob_for_rollout", None)
-    gradient_flags = [old.pop(key, None) for key in ("use_pure_rollout_correction", "use_policy_gradient")]
+    bypass = _flag(old, "bypass_old_logprob_for_rollout")
+    gradient_flags = [_flag(old, key) for key in ("use_pure_rollout_correction", "use_policy_gradient")]
     if bypass is not None:
-        old["bypass_mode"] = bool(bypass)
+        _refuse_other(old, "bypass_mode", bypass, f"bypass_old_logprob_for_rollout={bypass}")
+        old["bypass_mode"] = bypass
     if any(gradient_flags):
         if not old.get("bypass_mode"):
             raise ConfigError(
                 f"{SECTION}.use_pure_rollout_correction=True needs bypass_old_logprob_for_rollout: true; "
                 f"today's keys for both are bypass_mode: true and loss_type: reinforce"
             )
+        _refuse_other(old, "loss_type", "reinforce", "use_pure_rollout_correction or use_policy_gradient")
         old["loss_type"] = "reinforce"
     if old.get("loss_type") == "reinforce" and _is_of_samples(old):
         old.setdefault("bypass_scope", "trajectory")
     return old
+
+
+def _flag(old: dict[str, Any], key: str) -> bool | None:
+    """Take out an older key that is true or false; a text such as `off` would count as true."""
+    value = old.pop(key, None)
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"{SECTION}.{key}={value!r} must be true or false")
+    return value
+
+
+def _refuse_other(old: Mapping[str, Any], key: str, value: object, older: str) -> None:
+    """Refuse a key of today that says otherwise than an older one."""
+    if old.get(key, value) != value:
+        raise ConfigError(f"{SECTION}.{key}={old[key]!r} contradicts the older {older}; drop the older key")
 
 
 def _is_of_samples(section: Mapping[str, Any]) -> bool:

@@ -197,6 +197,27 @@ def test_todays_keys_under_algorithm_are_only_misplaced():
         ({"rollout_is_mode": "clip", "rollout_is_threshold": 2.0}, "rollout_is_mode='clip' is unknown"),
         ({"rollout_is_level": "seq", "rollout_is_threshold": 2.0}, "rollout_is_level='seq' is unknown"),
         ({"use_pure_rollout_correction": True}, "needs bypass_old_logprob_for_rollout"),
+        (MASK | {"rollout_is": 1}, "rollout_is=1 must be true or false"),
+        (
+            {"bypass_old_logprob_for_rollout": "off"},
+            "bypass_old_logprob_for_rollout='off' must be true or false",
+        ),
+        (
+            {"bypass_mode": True, "use_policy_gradient": "no"},
+            "use_policy_gradient='no' must be true or false",
+        ),
+        (
+            {"bypass_mode": True, "use_pure_rollout_correction": "False"},
+            "use_pure_rollout_correction='False' must be true or false",
+        ),
+        (
+            {"bypass_mode": True, "bypass_old_logprob_for_rollout": False},
+            "bypass_mode=True contradicts the older bypass_old_logprob_for_rollout=False",
+        ),
+        (
+            {"bypass_mode": True, "loss_type": "ppo_clip", "use_policy_gradient": True},
+            "loss_type='ppo_clip' contradicts the older",
+        ),
         (MASK | {"rollout_rs": "token_k1"}, "contradicts the older"),
         (
             {"rollout_rs": "token", "rollout_rs_threshold": "0.5_2", "rollout_rs_threshold_lower": 0.5},
