@@ -150,6 +150,45 @@ def test_shapes_that_do_not_fit_are_refused(tmp_path, given, message):
     assert not dumps.files(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rollout_log_probs": [[1.0, 2.0], [3.0]]}, "rollout_log_probs is no array of numbers"),
+        ({"advantages": [1.0, None]}, "advantages is no array of numbers"),
+        ({"old_log_probs": [torch.ones(2), torch.ones(3)]}, "old_log_probs is no array of numbers"),
+        ({"clip_ratio": [[1e-3], 1e-3]}, "clip_ratio is no array of numbers"),
+        ({"group_ids": ["a sign", None]}, "group_ids cannot be told apart"),
+        ({"loss_mode": 3}, "loss_mode='3' must be a name"),
+    ],
+)
+def test_values_that_are_no_numbers_are_refused(tmp_path, given, message):
+    with pytest.raises(BatchError, match=message):
+        flowcorr.dump(tmp_path, 1, **({"rollout_log_probs": WINDOW, "advantages": ROWS} | given))
+
+
+@pytest.mark.parametrize(
+    "window",
+    [
+        WINDOW.numpy()[::-1].copy()[::-1],
+        [row.clone().requires_grad_() for row in WINDOW],
+        [row.bfloat16() for row in WINDOW],
+    ],
+    ids=["reversed", "with a graph", "bfloat16"],
+)
+def test_numbers_come_in_every_container(tmp_path, window):
+    path = flowcorr.dump(
+        tmp_path,
+        0,
+        rollout_log_probs=window,
+        advantages=ROWS,
+        group_ids=torch.tensor([7.0, 3.0]).bfloat16(),
+        clip_ratio=torch.tensor(0.5).bfloat16(),
+    )
+    torch.testing.assert_close(dumps.load(path).rollout_log_probs, WINDOW, rtol=2**-8, atol=0.0)
+    assert dumps.load(path).group_ids.tolist() == [1, 0]
+    assert dumps.load_loss(path).clip_ratio == 0.5
+
+
 def test_steps_can_be_joined():
     one, other = terms(), terms(rewards=torch.tensor([8.0, 9.0]))
     whole = DumpedTerms.concatenate([one, other])

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from flowcorr.dumps import checks
+from flowcorr.dumps.checks import Array
 from flowcorr.dumps.files import damaged, opened, write
 from flowcorr.dumps.replay import ReplaySamples, save_replay
 from flowcorr.errors import BatchError, ConfigError, unknown_choice
@@ -51,8 +52,6 @@ _TOLD = (*_OF_STEP, "loss_mode", "clip_ratio", "adv_clip_max")  # in the metadat
 _PER_STEP = ("step_indices", "sigmas", "stds")  # may be given as `[T]`, where all samples have the same
 _STEP = "step_{:06d}.safetensors"
 _STEP_NAME = re.compile(r"step_([0-9]{1,12})\.safetensors")
-
-Array = Tensor | np.ndarray | Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -218,14 +217,14 @@ def described(step: int, **given: Unpack[StepFields]) -> tuple[DumpedTerms, Logg
     known: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if missing := [name for name in ("rollout_log_probs", "advantages") if name not in known]:
         raise TypeError(f"missing: {', '.join(missing)}")
-    plain: dict[str, Any] = {name: _plain(known.pop(name)).tolist() for name in _TOLD if name in known}
+    plain: dict[str, Any] = {name: _plain(name, known.pop(name)) for name in _TOLD if name in known}
     numbers = {name: plain.pop(name) for name in _OF_STEP if name in plain}
     loss = LoggedLoss(**plain)
     rollout = _numbers("rollout_log_probs", known["rollout_log_probs"])
     if problem := checks.problem_of_shape(rollout.shape):
         raise BatchError(problem)
     if "group_ids" in known:
-        known["group_ids"] = np.unique(_plain(known["group_ids"]), return_inverse=True)[1]
+        known["group_ids"] = _numbered(known["group_ids"])
     tensors: dict[str, Any] = {
         name: _fitted(name, _numbers(name, value), rollout.shape) for name, value in known.items()
     }
@@ -376,13 +375,25 @@ def _metadata(step: int, terms: DumpedTerms, loss: LoggedLoss) -> dict[str, str]
     return metadata | {name: json.dumps(value) for name, value in numbers.items() if value is not None}
 
 
-def _plain(values: Array) -> np.ndarray:
-    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+def _plain(name: str, value: Array | str) -> Any:
+    """A number, nested lists of numbers, or a text."""
+    return value if isinstance(value, str) else checks.as_tensor(name, value).tolist()
+
+
+def _numbered(group_ids: Array) -> Tensor:
+    """The group of each sample as a number from 0 on; names are allowed."""
+    try:
+        names = group_ids.tolist() if isinstance(group_ids, Tensor) else group_ids
+        return torch.as_tensor(np.unique(np.asarray(names), return_inverse=True)[1])
+    except (TypeError, ValueError) as error:
+        raise BatchError(
+            f"group_ids cannot be told apart: {error}; give [B] numbers, or [B] names"
+        ) from error
 
 
 def _numbers(name: str, values: Array) -> Tensor:
     """A tensor on the CPU: whole numbers as int64, others as float32, or float64 where they are."""
-    tensor = values.detach().cpu() if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
+    tensor = checks.as_tensor(name, values)
     if name in checks.WHOLE:
         odd = tensor[tensor.frac() != 0] if tensor.is_floating_point() else tensor[:0]
         if len(odd):

@@ -1,6 +1,7 @@
 """What the file of a step may hold: the checks of metadata and tensors, of a file that is read or written.
 
-Each function returns the first problem in words, with the field, its value and what is allowed; empty if there is none.
+Each `problem_of_*` returns the first problem in words, with the field, its value and what is allowed; empty if there is
+none.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from flowcorr.errors import BatchError
 from flowcorr.records import HIGHEST_NOISE_LEVEL
 
 MAX_SCHEDULE = 1000
 """Steps of the longest schedule that a file may be of, and so of the longest window."""
 MAX_BYTES = 2**32
 """The largest file that is read."""
+Array = Tensor | np.ndarray | Sequence[Any]
 PER_SAMPLE = ("advantages", "rewards", "group_ids", "policy_versions", "worker_ids")
 WHOLE = ("step_indices", "group_ids", "policy_versions", "worker_ids", "before_update")
 
@@ -33,13 +37,32 @@ _MAX_TEXT = 200
 _FLOAT32 = torch.finfo(torch.float32)
 
 
+def as_tensor(name: str, values: Array) -> Tensor:
+    """The numbers of a field as a tensor on the CPU, which may share their memory.
+
+    Raises:
+        BatchError: they are no numbers, or their rows differ in length.
+    """
+    try:
+        if isinstance(values, Sequence) and values and all(isinstance(row, Tensor) for row in values):
+            values = torch.stack(
+                [row.detach().cpu() for row in values]
+            )  # numpy refuses graphs, GPUs and bfloat16
+        return values.detach().cpu() if isinstance(values, Tensor) else torch.as_tensor(np.array(values))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BatchError(
+            f"{name} is no array of numbers: {str(error).splitlines()[0]}; give a tensor, a numpy array or nested "
+            "lists of numbers, with rows of one length and without None"
+        ) from error
+
+
 def problem_of_metadata(metadata: Mapping[str, str]) -> str:
     """The problem of the metadata, apart from `format_version`; empty if there is none."""
     for name, (allowed, is_allowed) in _METADATA.items():
         if name not in metadata and name in _REQUIRED_METADATA:
             return f"{name} is missing from its metadata; it must be {allowed}"
         if name in metadata and not is_allowed(metadata[name]):
-            return f"{name}={shown(metadata[name])} must be {allowed}"
+            return f"{name}={shown(str(metadata[name]))} must be {allowed}"
     return ""
 
 
@@ -131,7 +154,7 @@ def _is_whole(text: str, low: int) -> bool:
 
 
 def _is_name(text: str) -> bool:
-    return text != "" and text.isprintable()
+    return isinstance(text, str) and text != "" and text.isprintable()
 
 
 def _is_clip_ratio(text: str) -> bool:

@@ -21,11 +21,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from flowcorr.dumps import checks
+from flowcorr.dumps.checks import Array
 from flowcorr.dumps.files import damaged, opened, write
 from flowcorr.errors import BatchError, ConfigError
 from flowcorr.records import HIGHEST_NOISE_LEVEL
@@ -58,8 +58,6 @@ _BY_SAMPLE = (
 _PIXELS = ("images", "references")
 _NUMBERS = ("guidance_scale", "noise_level", "adapter_alpha", "max_sequence_length")
 _FINITE = ("initial_noise", "latents", "next_latents", "log_probs", "final_latents")
-
-Array = Tensor | np.ndarray | Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,7 +119,7 @@ class ReplaySamples:
         for name in (*_BY_SAMPLE, "sigmas", "timesteps", "step_indices"):
             value = getattr(self, name)
             if value is not None:
-                if np.ndim(value) == 0:
+                if getattr(value, "ndim", int(isinstance(value, Sequence))) == 0:
                     raise BatchError(
                         f"flowcorr.ReplaySamples: {name} is one number; give one a sample or step"
                     )
@@ -325,9 +323,7 @@ def _num_steps(tensors: Mapping[str, Tensor]) -> int | None:
 
 def _copied(name: str, values: Array) -> Tensor:
     """Numbers of one's own, on the CPU; latents as float32, which holds all that half precision does."""
-    tensor = (
-        values.detach().cpu().clone() if isinstance(values, Tensor) else torch.as_tensor(np.array(values))
-    )
+    tensor = checks.as_tensor(f"flowcorr.ReplaySamples: {name}", values).clone()
     if name in _PIXELS:
         return tensor
     if name == "step_indices":

@@ -105,6 +105,8 @@ def test_all_steps_are_the_window_where_no_place_is_given():
         ),
         ({"rewards": torch.zeros(6, 2)}, "rewards has shape"),
         ({"rewards": 1.0}, "rewards is one number"),
+        ({"rewards": [1.0, None] * 3}, "rewards is no array of numbers"),
+        ({"log_probs": [[0.0, 1.0], [2.0]] * 3}, "log_probs is no array of numbers"),
         ({"prompts": []}, r"prompts=\[\] must be texts, one a sample"),
         ({"prompts": "a red sign"}, "prompts='a red sign' must be texts, one a sample"),
         ({"prompts": [None] * 6}, "must be texts, one a sample"),
