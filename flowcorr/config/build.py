@@ -113,6 +113,11 @@ def _convert(key: str, value: Any, hint: Any) -> Any:
     if origin is Mapping:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{key}={value!r} must be a mapping of names to values")
+        for name in value:
+            if not isinstance(name, str):
+                raise ConfigError(
+                    f"{key} has the key {name!r}, and its names must be text; put it into quotes"
+                )
         return dict(value)
     return _convert_scalar(key, value, hint)
 

@@ -12,9 +12,9 @@ MOST_STEPS, MOST_PIXELS = 1000, 16384
 
 
 def at_least(key: str, value: float, bound: float) -> None:
-    """Refuse a number below `bound`."""
+    """Refuse a number below `bound`, or one that is not finite."""
     if not (math.isfinite(value) and value >= bound):
-        raise ConfigError(f"{key}={value} is out of range; it must be at least {bound}")
+        raise ConfigError(f"{key}={value} is out of range; it must be {_finite(value)}at least {bound}")
 
 
 def at_most(key: str, value: float, bound: float) -> None:
@@ -30,9 +30,14 @@ def within(key: str, value: float, least: float, most: float) -> None:
 
 
 def above(key: str, value: float, bound: float) -> None:
-    """Refuse a number that is not above `bound`."""
+    """Refuse a number that is not above `bound`, or not finite."""
     if not (math.isfinite(value) and value > bound):
-        raise ConfigError(f"{key}={value} is out of range; it must be above {bound}")
+        raise ConfigError(f"{key}={value} is out of range; it must be {_finite(value)}above {bound}")
+
+
+def _finite(value: float) -> str:
+    """What is wrong with a number that no bound excludes, in words."""
+    return "" if math.isfinite(value) else "finite and "
 
 
 def not_blank(key: str, value: str) -> None:

@@ -298,6 +298,11 @@ def _override(config: DictConfig, override: str) -> None:
         OmegaConf.update(config, key, value, merge=value != {})  # to merge nothing would leave all as it was
     except (OmegaConfBaseException, IndexError, RecursionError) as error:
         raise ConfigError(f"{redact_override(override)} cannot be set: {_reason(error)}") from None
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"{redact_override(override)} cannot be set: its key names an entry of a list by a word; entries are "
+            "counted from 0, as in reward.terms[0].weight=1"
+        ) from None
 
 
 def _translate(values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -299,7 +299,7 @@ class ActorConfig:
         ratio_level: the level of the ratio: one step, or the window's mean or sum.
         adv_clip_max: advantages are clamped to +- this.
         kl_threshold: `flow_dppo` drops terms above this exact KL, nats per latent element.
-        importance_cap: cap of the ratio in `importance_cap`.
+        importance_cap: cap of the ratio in `importance_cap`, 1 or more.
         kl_coef: weight of the exact KL to the reference (the weights without the adapter).
         kl_weighting: unit of `kl_coef`: `exact` is the KL of the step, `flow_grpo` that of published recipes.
         optimizer: `adamw` of torch, or `adamw_8bit` of bitsandbytes, whose moments take 2 bytes a weight instead of 8
@@ -364,8 +364,10 @@ class ActorConfig:
     def __post_init__(self) -> None:
         if isinstance(self.clip_ratio, list):
             object.__setattr__(self, "clip_ratio", tuple(self.clip_ratio))
-        for key in ("adv_clip_max", "kl_threshold", "importance_cap", "lr", "eps", "grad_clip"):
+        for key in ("adv_clip_max", "kl_threshold", "lr", "eps", "grad_clip"):
             above(f"actor.{key}", getattr(self, key), 0)
+        # Ratios begin at 1, so a smaller cap would hold all of them, and none would have a gradient.
+        at_least("actor.importance_cap", self.importance_cap, 1)
         for clip in self.clip_ratio if isinstance(self.clip_ratio, tuple) else (self.clip_ratio,):
             above("actor.clip_ratio", clip, 0)
         for key in ("kl_coef", "weight_decay", "warmup_steps"):

@@ -198,6 +198,8 @@ def test_infinite_cap_round_trips(recipe):
             "actor.clip_ratio=1e-4,1e-4",
             r"clip_ratio='1e-4,1e-4' must be a number, or a list of numbers, such as \[1e-4, 1e-4\] \(in",
         ),
+        ("actor.grad_clip=.inf", r"actor\.grad_clip=inf is out of range; it must be finite and above 0"),
+        ("actor.importance_cap=0.9", r"actor\.importance_cap=0\.9 is out of range; it must be at least 1"),
         ("actor.clip_ratio=0", r"actor\.clip_ratio=0\.0 is out of range; it must be above 0"),
         ("actor.clip_ratio=[0.1, x]", r"actor\.clip_ratio\[1\]='x' must be a number"),
         ("actor.clip_ratio=[0.1, -1]", r"actor\.clip_ratio=-1\.0 is out of range; it must be above 0"),
@@ -237,6 +239,8 @@ def test_infinite_cap_round_trips(recipe):
         ("reward.terms=[{name: ocr, weigth: 1}]", r"reward\.terms\[0\]\.weigth.*did you mean .*\.weight\?"),
         ("reward.terms=[ocr]", r"reward\.terms\[0\]='ocr' must be a section of keys: name, weight, options"),
         ("reward.terms=[{name: ocr, options: 3}]", r"reward\.terms\[0\]\.options=3 must be a mapping"),
+        ("reward.terms=[{name: ocr, options: {1: 2}}]", r"options has the key 1, and its names must be text"),
+        ("rollout.worker_resources={1: 2}", r"worker_resources has the key 1, and its names must be text"),
         ("actor.loss_mode=grpo_gard", r"actor\.loss_mode='grpo_gard' is unknown \(did you mean grpo_guard\?"),
         ("actor.loss_mode=nowhere:loss", r"actor\.loss_mode='nowhere:loss'.*no module 'nowhere'"),
         ("trainer.seed", r"override 'trainer.seed' must have the form section\.key=value"),
@@ -282,9 +286,11 @@ def test_bad_keys_and_values_are_named(bare, override, message):
     assert "\n" not in str(caught.value)
 
 
-def test_override_beyond_the_end_of_a_list(recipe):
-    with pytest.raises(ConfigError, match=r"reward\.terms\[3\]\.weight=1 cannot be set"):
-        load(recipe("reward: {terms: [{name: ocr}]}"), ["reward.terms[3].weight=1"])
+@pytest.mark.parametrize("entry", ["[3]", "[ocr]", ".ocr", ""])
+def test_override_of_an_entry_that_a_list_has_not(recipe, entry):
+    override = f"reward.terms{entry}.weight=1"
+    with pytest.raises(ConfigError, match=rf"{re.escape(override)} cannot be set"):
+        load(recipe("reward: {terms: [{name: ocr}]}"), [override])
 
 
 @pytest.mark.parametrize(

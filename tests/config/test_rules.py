@@ -39,8 +39,8 @@ MERGED = {"rollout": {"name": "vllm_omni", "engine": {"weight_sync": "merged"}}}
         ({**BYPASS, "actor": {"ratio_level": "trajectory_sum"}}, r"ratio_level='trajectory_sum' needs"),
         ({**AUTO, "actor": {"loss_mode": "flow_dppo"}}, r"='auto' measures noise .*loss_mode='flow_dppo' has none"),
         (
-            {**AUTO, "actor": {"loss_mode": "importance_cap", "importance_cap": 0.9}},
-            r"actor\.importance_cap=0\.9 has none; set bypass_mode to true or false",
+            {**AUTO, "actor": {"loss_mode": "importance_cap", "importance_cap": 1.0}},
+            r"actor\.importance_cap=1\.0 has none; set bypass_mode to true or false",
         ),
         ({**AUTO, **STALE, "actor": {"old_policy": "behaviour"}}, r"'auto' compares .*; set old_policy: current"),
         ({**AUTO, "actor": {"ratio_level": "trajectory_sum"}}, r"ratio_level='trajectory_sum' needs"),
