@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from flowcorr.correction.modes import OUTLIER_Z, RS_MODES, Mode
 from flowcorr.errors import BatchError, ConfigError, unknown_choice
@@ -140,6 +140,12 @@ def parse_criteria(rollout_rs: str | None, threshold: Threshold | None) -> tuple
         wanted = "; ".join(f"for {name} {mode.bounds.threshold}" for name, mode in modes.items())
         raise ConfigError(f"{key} is missing for {SECTION}.rollout_rs={rollout_rs!r}; give {wanted}")
     entries = _entries(threshold)
+    if len(modes) == 2 and _is_pair(threshold) and not _is_band_of(modes, threshold):
+        low, high = threshold
+        raise ConfigError(
+            f"{key}={list(threshold)!r} is one band for both modes of rollout_rs={rollout_rs!r}, and they cannot have "
+            f"it; write a threshold for each as text, {low},{high}, or a band around 1 as text, such as 0.5_2.0"
+        )
     if len(entries) not in (1, len(modes)):
         raise ConfigError(
             f"{key}={threshold!r} holds {len(entries)} thresholds for the {len(modes)} modes of "
@@ -173,9 +179,21 @@ def _entries(threshold: Threshold) -> list[object]:
     if isinstance(threshold, str):
         return [entry.strip() for entry in threshold.split(",")]
     if isinstance(threshold, Sequence):
-        is_band = len(threshold) == 2 and all(isinstance(entry, int | float) for entry in threshold)
-        return [threshold] if is_band else list(threshold)
+        return [threshold] if _is_pair(threshold) else list(threshold)
     return [threshold]
+
+
+def _is_pair(threshold: Threshold) -> TypeGuard[Sequence[float]]:
+    """Whether a threshold is a band by two bare numbers, and not by text."""
+    if isinstance(threshold, str) or not isinstance(threshold, Sequence):
+        return False
+    return len(threshold) == 2 and all(isinstance(entry, int | float) for entry in threshold)
+
+
+def _is_band_of(modes: Mapping[str, Mode], pair: Sequence[float]) -> bool:
+    """Whether two bare numbers beside two modes are meant as one band: of ratios, with that of equal policies in it."""
+    low, high = pair
+    return all(mode.bounds.is_band for mode in modes.values()) and low <= 1 <= high
 
 
 def _criterion(name: str, mode: Mode, entry: object, key: str) -> Criterion:

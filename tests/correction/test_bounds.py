@@ -86,6 +86,8 @@ def test_thresholds_go_with_modes_in_order():
     both = (ratios, Criterion("seq_mean_k3", RS_MODES["seq_mean_k3"], -math.inf, 0.01))
     for threshold in ("0.5_2,0.01", ["0.5_2", 0.01], [[0.5, 2], 0.01], ("2", "0.01")):
         assert parse_criteria("token_k1,seq_mean_k3", threshold) == both
+    two_bands = parse_criteria("token_k1,seq_mean_k1", [0.5, 2.0])
+    assert [(one.lower, one.upper) for one in two_bands] == [(-math.log(2.0), -math.log(0.5))] * 2
     one_for_all = parse_criteria("token_k1,seq_mean_k3", 2.0)
     assert one_for_all == (ratios, replace(both[1], upper=2.0))
 
@@ -103,7 +105,11 @@ def test_thresholds_go_with_modes_in_order():
         ),
         ("token_k1", 0.5, "above 1"),
         ("token_k1", {}, "is not a threshold"),
-        ("token_k1,token_k3", [0.5, 2], "takes one upper bound"),
+        ("token_k1,token_k3", "0.5_2", "takes one upper bound"),
+        ("token_k1,token_k3", [0.5, 2], "write a threshold for each as text, 0.5,2, or"),
+        ("token_k1,token_k3", [2, 0.01], "write a threshold for each as text, 2,0.01, or"),
+        # As one band, these would reject every term of equal policies.
+        ("token_k1,seq_sum_k1", [2.0, 3.0], r"=\[2\.0, 3\.0\] is one band for both modes"),
     ],
 )
 def test_thresholds_that_do_not_fit_their_modes(modes, threshold, message):

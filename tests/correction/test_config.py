@@ -85,6 +85,10 @@ def test_an_unknown_key_shows_the_nearest():
         ({"rollout_is": "token", "rollout_is_threshold": 0}, r"rollout_is_threshold=0"),
         ({"rollout_is": "token", "rollout_is_threshold": -1.0}, r"rollout_is_threshold=-1.0"),
         ({"rollout_rs": "token_k1"}, r"rollout_rs_threshold is missing"),
+        (
+            {"rollout_rs": "token_k1,seq_sum_k1", "rollout_rs_threshold": "2_3"},
+            r"rollout_rs_threshold=\[2\.0, 3\.0\] is one band for both modes",
+        ),
         ({"rollout_rs": "token_k4", "rollout_rs_threshold": 2}, r"rollout_rs='token_k4' is unknown"),
         ({"rollout_token_veto_threshold": 1.0}, r"rollout_token_veto_threshold=1.0"),
         ({"log_ratio_scale": "men"}, r"log_ratio_scale='men' is unknown.*did you mean mean"),
