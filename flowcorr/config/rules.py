@@ -33,6 +33,7 @@ def check(config: Config) -> None:
     _check_fsdp(config)
     _check_quantization(config)
     _check_unscaled(config)
+    _check_kl_weighting(config)
 
 
 def warn(config: Config) -> None:
@@ -213,11 +214,27 @@ def _check_bypass_of_coarse_weights(config: Config) -> None:
 
 
 def _check_unscaled(config: Config) -> None:
+    scale = config.algorithm.rollout_correction.log_ratio_scale
+    if config.sampling.cps_unscaled and scale in ("sqrt", "sum"):
+        raise ConfigError(
+            "sampling.cps_unscaled=True gives log-probs in units of 2 s^2 nats, but "
+            f"{_CORRECTION}.log_ratio_scale={scale!r} takes them for nats; set cps_unscaled: false, or "
+            "log_ratio_scale to mean or a number"
+        )
     if config.sampling.cps_unscaled and resolve_loss(config.actor).needs_densities:
         raise ConfigError(
             "sampling.cps_unscaled=True gives log-probs in units of 2 s^2 nats, but actor.loss_mode="
             f"{config.actor.loss_mode!r} adds a bias in nats to their differences; set cps_unscaled: false, or choose "
             "another loss_mode"
+        )
+
+
+def _check_kl_weighting(config: Config) -> None:
+    actor, kind = config.actor, config.sampling.sde_type
+    if actor.kl_coef and actor.kl_weighting == "flow_grpo" and kind != "sde":
+        raise ConfigError(
+            "actor.kl_weighting='flow_grpo' multiplies the KL by the length of a step, as recipes of sde steps do, but "
+            f"sampling.sde_type={kind!r}, whose published KL is exact; set kl_weighting: exact"
         )
 
 

@@ -301,7 +301,8 @@ class ActorConfig:
         kl_threshold: `flow_dppo` drops terms above this exact KL, nats per latent element.
         importance_cap: cap of the ratio in `importance_cap`, 1 or more.
         kl_coef: weight of the exact KL to the reference (the weights without the adapter).
-        kl_weighting: unit of `kl_coef`: `exact` is the KL of the step, `flow_grpo` that of published recipes.
+        kl_weighting: unit of `kl_coef`: `exact` is the KL of the step, `flow_grpo` that of published recipes with
+            `sde_type: sde`; those of the other types have the exact one.
         optimizer: `adamw` of torch, or `adamw_8bit` of bitsandbytes, whose moments take 2 bytes a weight instead of 8
             for float32 weights. It pays for `model.lora.rank: 0`.
         lr: learning rate of AdamW.

@@ -57,6 +57,17 @@ MERGED = {"rollout": {"name": "vllm_omni", "engine": {"weight_sync": "merged"}}}
             {"sampling": {"sde_type": "cps", "cps_unscaled": True}, "actor": {"loss_mode": "grpo_guard"}},
             r"cps_unscaled=True gives .*'grpo_guard' adds a bias in nats .*; set cps_unscaled: false, or",
         ),
+        (
+            {
+                "sampling": {"sde_type": "cps", "cps_unscaled": True},
+                "algorithm": {"rollout_correction": {"preset": "seq_is", "log_ratio_scale": "sum"}},
+            },
+            r"cps_unscaled=True gives .*log_ratio_scale='sum' takes them for nats",
+        ),
+        (
+            {"sampling": {"sde_type": "dance_sde"}, "actor": {"kl_coef": 0.04, "kl_weighting": "flow_grpo"}},
+            r"kl_weighting='flow_grpo' multiplies .*sde_type='dance_sde', whose published KL is exact",
+        ),
         ({**SHARDED, "trainer": {"doctor": True}}, r"trainer\.doctor=True examines whole weights"),
         (
             {"model": {"quantization": "nf4", "lora": {"rank": 0}}},
