@@ -22,7 +22,8 @@ _SCALARS = (
     ("int", r"[-+]?(0|[1-9][0-9]*)", "-+0123456789"),
     (
         "float",
-        r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.inf|\.nan",
+        r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
         "-+.0123456789",
     ),
 )
@@ -64,7 +65,9 @@ class _Bounded(yaml.SafeLoader):
     def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
         value = super().construct_yaml_float(node)
         digits = re.split("[eE]", node.value)[0]
-        if (math.isinf(value) and "inf" not in node.value) or (value == 0 and re.search("[1-9]", digits)):
+        if (math.isinf(value) and "inf" not in node.value.lower()) or (
+            value == 0 and re.search("[1-9]", digits)
+        ):
             raise _refused(f"the number {node.value[:20]} is beyond float64", node)
         return value
 

@@ -90,6 +90,8 @@ def test_merges_do_not_grow():
 def test_aliases_and_numbers_within_bounds_are_read():
     assert parse("a: &a [1, {b: 2}]\nb: [*a, *a]")["b"] == [[1, {"b": 2}]] * 2
     assert parse("[0.0, -0e9, .inf, 9223372036854775807]") == [0.0, 0.0, math.inf, 2**63 - 1]
+    assert parse("[.Inf, -.INF, +.inf]") == [math.inf, -math.inf, math.inf]
+    assert all(map(math.isnan, parse("[.nan, .NaN, .NAN]")))
 
 
 @pytest.mark.parametrize(
