@@ -257,14 +257,19 @@ def _warn_of_rough_weights(config: Config) -> None:
 
 
 def _warn_of_bands_of_steps(config: Config) -> None:
-    """A clip of the window's ratio lets one step learn more than the clip range, which widens the step's band."""
+    """A clip of the window's ratio lets one step learn all of it, but bands are widened by an equal share a step."""
     correction, level = config.algorithm.rollout_correction, config.actor.ratio_level
-    modes = [one.name for one in correction.criteria if one.needs_batch and one.mode.level == "step"]
+    # Sums and means of log-ratios do not depend on which step learned; a maximum, or a sum of squares, does.
+    modes = [
+        one.name
+        for one in correction.criteria
+        if one.needs_batch and not (one.mode.level == "sample" and one.mode.bounds.is_band)
+    ]
     if correction.mode in ("bypass", "auto") and level != "step" and modes:
         warnings.warn(
-            f"{_CORRECTION}.rollout_rs={modes[0]} judges single steps, and actor.ratio_level={level} clips the ratio "
-            "of the window only, so its measured band may reject what a step has learned; set rollout_rs: seq_mean_k1 "
-            "or seq_sum_k1",
+            f"{_CORRECTION}.rollout_rs={modes[0]} depends on single steps, and actor.ratio_level={level} clips the "
+            "ratio of the window only, so its measured band may reject what a step has learned; set rollout_rs: "
+            "seq_mean_k1 or seq_sum_k1",
             UserWarning,
             stacklevel=3,
         )

@@ -227,6 +227,9 @@ def test_trained_weights_of_16_bits_warn(model, message):
         ("token_k1", "trajectory_mean", True),
         ("token_k1", "step", False),
         ("seq_mean_k1", "trajectory_mean", False),
+        ("seq_sum_k1", "trajectory_sum", False),
+        ("seq_max_k3", "trajectory_sum", True),
+        ("seq_kl", "trajectory_mean", True),
     ],
 )
 def test_measured_bands_of_steps_warn_where_the_window_is_clipped(modes, level, warns):
