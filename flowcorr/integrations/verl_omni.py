@@ -54,6 +54,7 @@ from flowcorr.config.older_verl import from_older, older_metrics
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import OFF, RolloutCorrectionConfig, compute_rollout_correction_and_rejection_mask
 from flowcorr.errors import BatchError, ConfigError, MissingExtraError
+from flowcorr.losses.terms import check_positive
 from flowcorr.records import LossOutput, Terms, check_shape
 from flowcorr.sde import SdeType, step_kl
 
@@ -121,7 +122,11 @@ def correct_batch(
     if config.mode == "bypass":
         return _with(batch, tensors, old_log_probs=rollout_log_probs), {}
     old_log_probs = _tensor(tensors, "old_log_probs")
+    if clip_ratio is not None:
+        check_positive("clip_ratio", clip_ratio)
     latents = tensors.get("all_latents")
+    if latents is not None and latents.dim() < 3:
+        raise BatchError(f"all_latents has shape {list(latents.shape)}; it must be [B, T+1, *L]")
     num_elements = None if latents is None else latents[0, 0].numel()
     correction = compute_rollout_correction_and_rejection_mask(
         old_log_probs,
@@ -331,6 +336,11 @@ def _unmoved(terms: Terms) -> Terms:
 def _as_config(config: RolloutCorrectionConfig | Mapping[str, Any]) -> RolloutCorrectionConfig:
     if isinstance(config, Mapping):
         config = from_older({k: v for k, v in config.items() if k != "_target_"})
+    if not isinstance(config, RolloutCorrectionConfig):
+        raise ConfigError(
+            f"config={config!r} must be a RolloutCorrectionConfig, such as RolloutCorrectionConfig.seq_is(), or a "
+            "mapping with its keys"
+        )
     if config.mode == "auto" or config.rejection_groups != "none":
         raise ConfigError(
             f"bypass_mode={config.bypass_mode} with rejection_groups={config.rejection_groups!r} needs flowcorr's own "
@@ -364,6 +374,8 @@ def _step_indices(tensors: Mapping[str, Tensor], schedule: Sequence[float] | Non
     if given is not None or schedule is None:
         return given
     timesteps = _tensor(tensors, "all_timesteps").double()
+    if isinstance(schedule, str) or len(schedule) == 0:  # a tensor has no truth value
+        raise BatchError(f"schedule={schedule!r} must be the timesteps of the whole schedule")
     table = torch.as_tensor(schedule, dtype=torch.float64, device=timesteps.device)
     distance, index = (timesteps.unsqueeze(-1) - table).abs().min(-1)
     strange = timesteps[distance > _ROUNDING * table[index].abs()]

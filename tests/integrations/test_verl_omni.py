@@ -177,11 +177,26 @@ def test_clip_noise():
          ConfigError, "rejection_groups='recentre' needs flowcorr's own trainer"),
         (tensors(), {"bypass_mode": "auto"}, ConfigError, "bypass_mode=auto"),
         (tensors(), {"rollout_iss": "token"}, ConfigError, "rollout_iss.*did you mean rollout_is"),
+        (tensors(), "seq_is", ConfigError, "config='seq_is' must be a RolloutCorrectionConfig"),
+        (tensors(all_latents=ROLLOUT), {}, BatchError, r"all_latents has shape .* must be \[B, T\+1, \*L\]"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_corrected_is_an_error(batch, config, error, message):
     with pytest.raises(error, match=message):
         correct_batch(batch, config)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"clip_ratio": 0.0}, ConfigError, r"clip_ratio=0\.0 must be a positive number"),
+        ({"clip_ratio": "1e-3"}, ConfigError, "clip_ratio='1e-3' must be a positive number"),
+        ({"schedule": []}, BatchError, r"schedule=\[\] must be the timesteps"),
+    ],
+)
+def test_options_that_are_of_no_use_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        correct_batch(tensors(all_timesteps=ROLLOUT), {}, **options)
 
 
 def test_a_data_proto_without_tensors_is_named():
