@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 import flowcorr
 from flowcorr.config import yaml_text
 from flowcorr.config.build import build, to_mapping
-from flowcorr.config.older_verl import translate_algorithm
+from flowcorr.config.older_verl import FLAT_KEYS, translate_algorithm
 from flowcorr.config.rules import check, warn
 from flowcorr.config.schema import Config, LoraConfig
 from flowcorr.config.text_file import read_text
@@ -247,12 +247,15 @@ def _give_way_to_preset(config: DictConfig, overrides: Sequence[str]) -> None:
     """Empty the recipe's section of rollout correction where an override names a preset."""
     given = [override.partition("=") for override in overrides]
     chosen = [text.strip() for key, _, text in given if key.strip() == f"{_CORRECTION}.preset"]
-    section = OmegaConf.select(config, _CORRECTION)
-    if not chosen or chosen[-1] in ("", "null") or not isinstance(section, DictConfig):
+    algorithm = OmegaConf.select(config, "algorithm")
+    if not chosen or chosen[-1] in ("", "null") or not isinstance(algorithm, DictConfig):
         return
+    section = OmegaConf.select(config, _CORRECTION)
+    said = dict(section) if isinstance(section, DictConfig) else {}
+    said |= {key: algorithm.pop(key) for key in FLAT_KEYS if key in algorithm}  # those of older dialects
     default = to_mapping(RolloutCorrectionConfig())
     lost = [
-        key for key, value in section.items() if key != "preset" and value != default.get(str(key), object())
+        key for key, value in said.items() if key != "preset" and value != default.get(str(key), object())
     ]
     if lost:
         warnings.warn(
@@ -260,7 +263,8 @@ def _give_way_to_preset(config: DictConfig, overrides: Sequence[str]) -> None:
             UserWarning,
             stacklevel=4,
         )
-    OmegaConf.update(config, _CORRECTION, {}, merge=False)
+    if isinstance(section, DictConfig):
+        OmegaConf.update(config, _CORRECTION, {}, merge=False)
 
 
 def _check_blanks(overrides: Sequence[str]) -> None:

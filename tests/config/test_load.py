@@ -91,6 +91,11 @@ def test_a_preset_tells_what_gave_way_to_it(recipe):
     lost = "bypass_mode, rollout_is, rollout_rs, rollout_rs_threshold"
     with pytest.warns(UserWarning, match=f"^{SECTION}.preset=seq_is replaces the recipe's {lost}$"):
         load(EXPLICIT, [f"{SECTION}.preset=seq_is"])
+    flat = recipe("algorithm: {advantage_std: none, rollout_is: true, rollout_is_threshold: 3}")
+    with pytest.warns(UserWarning, match="replaces the recipe's rollout_is, rollout_is_threshold$"):
+        config = load(flat, [f"{SECTION}.preset=bypass_ppo_clip"])
+    assert config.algorithm.rollout_correction == RolloutCorrectionConfig.bypass_ppo_clip()
+    assert config.algorithm.advantage_std == "none"
     written = recipe(to_yaml(load("tiny_ocr_lora_bypass")))
     with pytest.warns(
         UserWarning, match="replaces the recipe's bypass_mode, rollout_rs, rollout_rs_threshold$"

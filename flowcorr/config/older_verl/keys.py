@@ -40,6 +40,8 @@ _SHARED = (
     "rollout_token_veto_threshold",
     "bypass_mode",
 )
+FLAT_KEYS = (*_SHARED, *_FIRST_DIALECT, *_LATER_DIALECTS)
+"""The keys of correction that dialects had under `algorithm` itself."""
 
 
 def translate_algorithm(algorithm: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,7 +51,7 @@ def translate_algorithm(algorithm: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: a key stands in both places, or has a value that its dialect does not know.
     """
     result = dict(algorithm)
-    moved = {key: result.pop(key) for key in (*_SHARED, *_FIRST_DIALECT, *_LATER_DIALECTS) if key in result}
+    moved = {key: result.pop(key) for key in FLAT_KEYS if key in result}
     section = result.get("rollout_correction")
     if section is None and not moved:
         return result
