@@ -65,10 +65,14 @@ def _problem_of(output: object, terms: Terms) -> str:
     if not isinstance(output, LossOutput) or not isinstance(output.metrics, Metrics):
         found = output.metrics if isinstance(output, LossOutput) else output
         return f"a {type(found).__name__}; return a flowcorr.records.LossOutput with flowcorr.metrics.Metrics"
-    if output.loss_sum.dim():
+    if not isinstance(output.loss_sum, Tensor):
         return (
-            f"a loss_sum of shape {list(output.loss_sum.shape)}; sum it over the terms that count_kept counts"
+            f"a loss_sum of type {type(output.loss_sum).__name__}; compute it from terms.log_prob, undetached"
         )
+    for name in ("loss_sum", "count_all", "count_kept"):
+        value = getattr(output, name)
+        if isinstance(value, Tensor) and value.dim():
+            return f"a {name} of shape {list(value.shape)}; sum it over the terms that count_kept counts"
     learns = output.loss_sum.requires_grad or not terms.log_prob.requires_grad
     if not learns and output.count_kept > 0:
         return (

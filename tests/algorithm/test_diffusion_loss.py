@@ -255,8 +255,15 @@ def counted(terms, loss, metrics=None):
             lambda terms, settings: counted(terms, terms.log_prob.detach().sum()),
             "a loss_sum without a gradient",
         ),
+        (lambda terms, settings: counted(terms, 0.0), "a loss_sum of type float"),
+        (
+            lambda terms, settings: replace(
+                counted(terms, terms.log_prob.sum()), count_kept=terms.log_prob.isfinite()
+            ),
+            r"a count_kept of shape \[6\]",
+        ),
     ],
-    ids=["mean", "none", "metrics", "vector", "detached"],
+    ids=["mean", "none", "metrics", "vector", "detached", "float", "mask"],
 )
 def test_what_a_loss_of_ones_own_has_to_return(monkeypatch, own, problem):
     module = ModuleType("my_losses")
