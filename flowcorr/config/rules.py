@@ -359,6 +359,14 @@ def _unused_by_loss(config: Config) -> Iterator[tuple[str, str]]:
     actor, correction = config.actor, config.algorithm.rollout_correction
     if actor.lr_schedule == "constant":
         yield "actor.lr_min_ratio", "actor.lr_schedule=constant does not fall"
+    updates = config.trainer.total_steps * actor.epochs * actor.mini_batches
+    if actor.warmup_steps >= updates:
+        yield (
+            "actor.lr_schedule",
+            f"actor.warmup_steps={actor.warmup_steps} lasts for all {updates} updates of the run",
+        )
+    if config.sampling.sde_window_size == 1:
+        yield "actor.ratio_level", "sampling.sde_window_size=1 has one step in a window"
     if actor.kl_coef == 0:
         yield "actor.kl_weighting", "actor.kl_coef=0"
     loss = loss_of(actor, correction)
