@@ -249,9 +249,8 @@ def _normalize(config: RolloutCorrectionConfig) -> None:
     threshold = cast(Threshold | None, config.rollout_rs_threshold)
     assign("rollout_rs_threshold", canonical_threshold(threshold))
     assign("rollout_rs", ",".join(modes) or None)
-    parse_criteria(
-        config.rollout_rs, config.rollout_rs_threshold
-    )  # a band as text is two bare numbers by now
+    # Again, as a saved configuration is read: a band that was text is two bare numbers by now.
+    parse_criteria(config.rollout_rs, config.rollout_rs_threshold)
     assign("rollout_token_veto_threshold", parse_veto(config.rollout_token_veto_threshold))
 
 

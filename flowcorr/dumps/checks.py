@@ -45,9 +45,8 @@ def as_tensor(name: str, values: Array) -> Tensor:
     """
     try:
         if isinstance(values, Sequence) and values and all(isinstance(row, Tensor) for row in values):
-            values = torch.stack(
-                [row.detach().cpu() for row in values]
-            )  # numpy refuses graphs, GPUs and bfloat16
+            # numpy refuses rows with a graph, on a GPU or in bfloat16.
+            values = torch.stack([row.detach().cpu() for row in values])
         return values.detach().cpu() if isinstance(values, Tensor) else torch.as_tensor(np.array(values))
     except (TypeError, ValueError, RuntimeError) as error:
         raise BatchError(
