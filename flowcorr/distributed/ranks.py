@@ -154,13 +154,25 @@ def publish(key: str, value: Any) -> None:
 
 
 def published(key: str) -> Any:
-    """The value that a rank leaves under `key`; waits for it, unless a rank has reported a failure."""
-    name = f"flowcorr/published/{key}"
-    while not _store().check([name]):
-        if failures := _failures():
-            raise RankError(f"rank {rank()} of {world_size()} gave up waiting for the {key}: {failures}")
-        time.sleep(_POLL)
-    return pickle.loads(_store().get(name))
+    """The value that a rank leaves under `key`.
+
+    Raises:
+        RankError: it does not come within `trainer.collective_timeout`, a rank has reported a failure, or the store has
+            ended with the main rank.
+    """
+    name, timeout = f"flowcorr/published/{key}", _store().timeout.total_seconds()
+    waiting = f"rank {rank()} of {world_size()} gave up waiting for the {key}"
+    end = time.monotonic() + timeout
+    try:
+        while not _store().check([name]):
+            if failures := _failures():
+                raise RankError(f"{waiting}: {failures}")
+            if time.monotonic() > end:
+                raise RankError(f"{waiting}: it did not come within trainer.collective_timeout={timeout:g} s")
+            time.sleep(_POLL)
+        return pickle.loads(_store().get(name))
+    except dist.DistError as error:
+        raise RankError(f"{waiting}: {str(error).partition(chr(10))[0]}") from error
 
 
 def _several(group: Group) -> bool:

@@ -250,6 +250,30 @@ def stop_answering(ending, device):
     os._exit(0)
 
 
+@pytest.mark.parametrize(
+    ("ending", "said"), [("dies", "the address of a cluster"), ("hangs", "trainer.collective_timeout=1 s")]
+)
+def test_a_value_that_the_main_rank_does_not_leave_is_not_waited_for_without_end(ending, said):
+    ranks = Ranks(2)
+    _, error = ranks.call(wait_for_main, ending)
+    ranks.close()
+    assert error.startswith("RankError: rank 1 of 2 gave up waiting for the address of a cluster: ")
+    assert said in error
+
+
+def wait_for_main(ending):
+    if distributed.is_main():
+        if ending == "dies":
+            raise SystemExit(0)  # and its store with it
+        return None
+    if ending == "hangs":
+        dist.distributed_c10d._get_default_store().set_timeout(datetime.timedelta(seconds=1))
+    try:
+        distributed.published("address of a cluster")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def test_one_rank_alone_waits_for_nobody():
     assert (distributed.rank(), distributed.world_size(), distributed.is_main()) == (0, 1, True)
     assert distributed.local_indices(5) == range(5)
