@@ -59,7 +59,7 @@ class PromptCache:
             logger.info(
                 "embeddings of %d prompts need %.1f GB: the text encoders stay in memory",
                 len(unique),
-                size / 2**30,
+                size / 1e9,
             )
             self._rows.clear()
             family.move_text_encoders(torch.device("cpu"))

@@ -51,5 +51,5 @@ class Stopwatch:
         stats["timing/step"] = maximum(step)
         stats["perf/images_per_second"] = mean(num_images, step)
         if self._device.type == "cuda":
-            stats["perf/max_memory_gb"] = maximum(torch.cuda.max_memory_allocated(self._device) / 2**30)
+            stats["perf/max_memory_gb"] = maximum(torch.cuda.max_memory_allocated(self._device) / 1e9)
         return Metrics.from_stats(stats)

@@ -7,12 +7,12 @@ from flowcorr.trainer.timing import PHASES, Stopwatch
 
 
 def test_the_peak_is_that_of_one_step(monkeypatch):
-    peak = 9 * 2**30
+    peak = 9e9
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peak)
 
     def reset(_):
         nonlocal peak
-        peak = 2**30
+        peak = 1e9
 
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
     values = Stopwatch(lambda _: None, torch.device("cuda")).metrics(num_images=1).compute()

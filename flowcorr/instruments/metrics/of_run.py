@@ -304,6 +304,6 @@ RUN = (
     *under(
         "perf/",
         row("images_per_second", "Images of a training step over its time.", "images / s"),
-        row("max_memory_gb", "Peak memory of this rank's GPU.", "GB"),
+        row("max_memory_gb", "Peak memory of the fullest GPU; 1 GB is 1e9 bytes.", "GB"),
     ),
 )
