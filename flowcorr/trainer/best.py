@@ -42,8 +42,8 @@ def best_so_far(best: Best | None, name: str, step: int, metrics: Mapping[str, f
 def best_checkpoint(folder: Path, trainer: TrainerConfig, state: TrainingState) -> Best | None:
     """Step and score of the best checkpoint of a resumed run; None if there is none yet.
 
-    If `trainer.best_metric` has changed, it is the best by `metrics.jsonl` of the checkpoints that exist. A warning
-    names it, and the earlier best checkpoint, which is no longer kept.
+    If `trainer.best_metric` has changed, or the best checkpoint is gone, it is the best by `metrics.jsonl` of the
+    checkpoints that exist. A warning names it, and the earlier best checkpoint, which is no longer kept.
 
     Args:
         folder: the run's folder.
@@ -51,9 +51,10 @@ def best_checkpoint(folder: Path, trainer: TrainerConfig, state: TrainingState) 
         state: the checkpoint that the run is resumed from.
     """
     earlier_metric, earlier = state.facts["config"]["trainer"]["best_metric"], state.facts["best"]
-    if trainer.best_metric == earlier_metric:
-        return None if earlier is None else (earlier[0], earlier[1])
     steps = {step for step in checkpoint.steps(folder / run_folder.CHECKPOINTS) if step <= state.step}
+    changed = trainer.best_metric != earlier_metric
+    if not changed and (earlier is None or earlier[0] in steps):
+        return None if earlier is None else (earlier[0], earlier[1])
     scores = [(record["step"], record.get(trainer.best_metric)) for record in run_folder.metrics_of(folder)]
     known = [(step, score) for step, score in scores if step in steps and score is not None]
     best = max(known, key=lambda pair: pair[1], default=None)
@@ -62,7 +63,11 @@ def best_checkpoint(folder: Path, trainer: TrainerConfig, state: TrainingState) 
         if best is None
         else f"the best checkpoint is that of step {best[0]}, with {best[1]:.4g}"
     )
-    if earlier is not None and (best is None or earlier[0] != best[0]):
-        found += f"; that of step {earlier[0]}, the best by {earlier_metric}, is no longer kept"
-    logger.warning("trainer.best_metric was %s and is now %s: %s", earlier_metric, trainer.best_metric, found)
+    if not changed:
+        reason = f"the checkpoint of step {earlier[0]}, the best by {earlier_metric}, is gone"
+    else:
+        reason = f"trainer.best_metric was {earlier_metric} and is now {trainer.best_metric}"
+        if earlier is not None and (best is None or earlier[0] != best[0]):
+            found += f"; that of step {earlier[0]}, the best by {earlier_metric}, is no longer kept"
+    logger.warning("%s: %s", reason, found)
     return best

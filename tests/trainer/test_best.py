@@ -77,6 +77,18 @@ def test_without_a_score_of_another_metric_the_next_evaluation_is_the_best(folde
     assert "step 2" in caplog.text
 
 
+@pytest.mark.parametrize(("kept", "best"), [((3, 4), (4, 0.4)), ((3,), None)])
+def test_without_the_best_checkpoint_the_best_of_the_others_takes_its_place(folder, caplog, kept, best):
+    for step in {2, 3, 4} - {*kept}:
+        checkpoint.folder_of(folder / "checkpoints", step).rmdir()
+    assert best_checkpoint(folder, with_metric("eval/reward"), state()) == best
+    (told,) = caplog.messages
+    assert re.findall(r"eval/\w+|step \d|0\.\d", told) == [
+        *("step 2", "eval/reward"),
+        *(["step 4", "0.4"] if best else []),
+    ]
+
+
 def test_another_metric_of_a_finished_run_changes_its_best_checkpoint(finished, caplog):
     root, name = finished / "checkpoints", "eval/image/dark"
     scores = {record["step"]: record[name] for record in records(finished) if name in record}
