@@ -35,21 +35,23 @@ class SwanLabTracker:
         out_dir.mkdir(parents=True, exist_ok=True)
         id_file = out_dir / ID_FILE
         continues = resume_step is not None and id_file.exists()
+        earlier = id_file.read_text(encoding="utf-8").strip() if continues else ""  # empty after a crash
         try:
             self._run = self._swanlab.init(
                 project=os.environ.get("SWANLAB_PROJ_NAME", "flowcorr"),
                 name=run_name,
                 log_dir=str(out_dir / "swanlog"),
-                id=id_file.read_text(encoding="utf-8").strip() if continues else None,
-                resume="allow" if continues else None,
+                id=earlier or None,
+                resume="allow" if earlier else None,
             )
         except RuntimeError as error:  # swanlab raises no narrower one
             raise BackendError(
                 f"tracker swanlab cannot start ({error}); run `swanlab login`, set SWANLAB_MODE=offline, "
                 "or take swanlab out of trainer.trackers"
             ) from error
-        with writing(id_file):
-            id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
+        if self._run.id != earlier:
+            with writing(id_file):
+                id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Set the run's configuration."""

@@ -39,21 +39,23 @@ class WandbTracker:
         out_dir.mkdir(parents=True, exist_ok=True)
         id_file = out_dir / ID_FILE
         continues = resume_step is not None and id_file.exists()
+        earlier = id_file.read_text(encoding="utf-8").strip() if continues else ""  # empty after a crash
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "flowcorr"),
                 name=run_name,
                 dir=str(out_dir),
-                id=id_file.read_text(encoding="utf-8").strip() if continues else None,
-                resume="allow" if continues else None,
+                id=earlier or None,
+                resume="allow" if earlier else None,
             )
         except wandb.Error as error:
             raise BackendError(
                 f"tracker wandb cannot start ({error}); run `wandb login`, set WANDB_MODE=offline, "
                 "or take wandb out of trainer.trackers"
             ) from error
-        with writing(id_file):
-            id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
+        if self._run.id != earlier:
+            with writing(id_file):
+                id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
 
