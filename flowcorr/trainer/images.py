@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from PIL import Image, ImageDraw, ImageFont
 from flowcorr.records import ImageArray, Prompt
 from flowcorr.rewards.references import references_of
 from flowcorr.trackers.base import writing
+
+logger = logging.getLogger(__name__)
 
 MIN_WIDTH, MAX_WIDTH, MAX_PICTURES = 128, 256, 48
 _CAPTION_HEIGHT, _GAP = 18, 4
@@ -66,7 +69,7 @@ def save_image(picture: Image.Image, path: Path) -> None:
 
 
 def before_after(folder: Path) -> None:
-    """Join `eval_before.png` and `eval_after.png` in `folder` into `before_after.png`, if both are there.
+    """Join `eval_before.png` and `eval_after.png` in `folder` into `before_after.png`, if both are there and whole.
 
     Wide ones stand one above the other: a page would show the pair too small.
     """
@@ -75,9 +78,13 @@ def before_after(folder: Path) -> None:
         return
     halves = []
     for title, path in zip(("before", "after"), paths, strict=True):
-        with Image.open(path) as picture:
-            canvas = Image.new("RGB", (picture.width, picture.height + 24), "white")
-            canvas.paste(picture, (0, 24))
+        try:
+            with Image.open(path) as picture:
+                canvas = Image.new("RGB", (picture.width, picture.height + 24), "white")
+                canvas.paste(picture, (0, 24))
+        except OSError as error:  # a crash may have left a part of it
+            logger.warning("%s cannot be read, so before_after.png is left out: %s", path, error)
+            return
         ImageDraw.Draw(canvas).text((2, 3), title, "black", font=ImageFont.load_default(16))
         halves.append(canvas)
     width, height = halves[0].size

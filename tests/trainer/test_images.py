@@ -84,6 +84,17 @@ def test_before_and_after_are_joined(width, size, first, second, tmp_path):
         assert joined.getpixel(second) == (0, 0, 255)
 
 
+@pytest.mark.parametrize("kept", [0, 20, 100])
+def test_a_picture_that_a_crash_cut_off_ends_no_run(tmp_path, caplog, kept):
+    for name in ("before", "after"):
+        save_image(Image.new("RGB", (100, 40), "red"), tmp_path / f"eval_{name}.png")
+    torn = tmp_path / "eval_before.png"
+    torn.write_bytes(torn.read_bytes()[:kept])
+    before_after(tmp_path)
+    assert not (tmp_path / "before_after.png").exists()
+    assert str(torn) in caplog.text
+
+
 def test_a_picture_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "images").write_text("a file")
     with pytest.raises(BackendError, match=r"images/grid.png cannot be written"):
