@@ -12,6 +12,14 @@ from torch import Tensor
 from flowcorr.errors import BatchError, ConfigError, unknown_choice
 from flowcorr.metrics import Metrics
 
+_DTYPES_OF: Mapping[tuple[str, ...], tuple[torch.dtype, ...]] = {
+    ("latents", "next_latents", "final_latents", "means", "stds", "sigmas", "sigmas_next", "log_probs"): (
+        torch.float32,
+        torch.float64,
+    ),
+    ("step_indices", "group_ids", "policy_versions", "members", "worker_ids"): (torch.int64,),
+}
+
 Images: TypeAlias = Tensor
 """Samples of `B` prompts, uint8: images `[B, H, W, 3]`, or videos `[B, F, H, W, 3]` of `F` frames."""
 
@@ -107,15 +115,21 @@ class Rollout:
 
     @property
     def decoded(self) -> Images:
-        """`images` of a rollout that comes from an engine, which decodes them."""
-        assert self.images is not None, "an engine's rollout has images"
+        """`images` of a rollout that comes from an engine, which decodes them.
+
+        Raises:
+            BatchError: there are none.
+        """
+        if self.images is None:
+            raise BatchError("Rollout.images is missing; a rollout engine returns the images of its samples")
         return self.images
 
     def validate(self) -> Self:
-        """Return the record if its shapes fit together.
+        """Return the record if its shapes and dtypes fit together.
 
         Raises:
-            BatchError: a shape disagrees with `log_probs` `[B, T]`; nothing is broadcast.
+            BatchError: a shape disagrees with `log_probs` `[B, T]`; nothing is broadcast. Or numbers are less precise
+                than float32, or ids are not int64.
         """
         if self.log_probs.dim() != 2:
             raise BatchError(f"Rollout.log_probs has shape {list(self.log_probs.shape)}; it must be [B, T]")
@@ -132,6 +146,10 @@ class Rollout:
             check_shape("Rollout.final_latents", self.final_latents, (samples, *self.latent_shape))
         if self.conditioning:
             self._check_conditioning()
+        for name, tensor in (_tensors(self) | self.window.columns()).items():
+            for names, dtypes in _DTYPES_OF.items():
+                if name in names and tensor.dtype not in dtypes:
+                    raise BatchError(f"Rollout's {name} have dtype {tensor.dtype}; they must be {dtypes[0]}")
         return self
 
     def sample_conditioning(self, repeats: int = 1) -> dict[str, Tensor]:

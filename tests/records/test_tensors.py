@@ -68,6 +68,27 @@ def test_shapes_that_do_not_fit(field, value, message):
         rollout(**{field: value}).validate()
 
 
+@pytest.mark.parametrize(
+    ("field", "dtype", "message"),
+    [
+        ("latents", torch.bfloat16, r"latents have dtype torch\.bfloat16; they must be torch\.float32"),
+        ("log_probs", torch.float16, r"log_probs have dtype torch\.float16"),
+        ("step_indices", torch.float32, r"step_indices have dtype torch\.float32; they must be torch\.int64"),
+        ("group_ids", torch.int32, r"group_ids have dtype torch\.int32"),
+    ],
+)
+def test_dtypes_that_lose_digits(field, dtype, message):
+    record = rollout()
+    value = getattr(record, field, getattr(record.window, field, None))
+    with pytest.raises(BatchError, match=message):
+        rollout(**{field: value.to(dtype)}).validate()
+
+
+def test_an_engine_returns_images():
+    with pytest.raises(BatchError, match=r"Rollout\.images is missing"):
+        _ = rollout(images=None).decoded
+
+
 def test_selection_and_concatenation_undo_each_other():
     record = rollout()
     parts = [record.select(slice(0, 1)), record.select(slice(1, 4))]
