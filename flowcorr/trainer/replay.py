@@ -215,6 +215,12 @@ def _replay(run: TrainingRun, sample: Rollout, member: int, step: int, observe: 
         leg(begin, end, range(*part)) for begin, end, part in zip(begins, ends, parts, strict=True)
     )
     image, finite = decode(actor.family, final)
+    if image.shape != sample.images.shape:
+        raise BackendError(
+            f"the rollout engine's images have shape {list(sample.images.shape[1:])}, and the trainer decodes "
+            f"{list(image.shape[1:])} from their final latents, as evaluations do: Rollout.images must be what the VAE "
+            "decodes, neither resized nor cropped"
+        )
     decoded = bool(finite.all())
     residuals = image_residuals(sample.images, image) if decoded else {}
     if before.moves:

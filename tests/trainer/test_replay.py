@@ -269,6 +269,21 @@ def test_an_engine_without_final_latents_is_an_error(make_training):
         replayed(run)
 
 
+def test_an_engine_that_resizes_its_images_is_an_error(make_training):
+    run = make_training()
+    sample = run.engine.sample
+
+    def cropped(*args, **kwargs):
+        rollout = sample(*args, **kwargs)
+        return replace(rollout, images=rollout.images[:, :8])
+
+    run.engine.sample = cropped
+    with pytest.raises(
+        BackendError, match=r"images have shape \[8, 32, 3\], and the trainer decodes \[16, 32, 3\]"
+    ):
+        replayed(run)
+
+
 def test_failed_scores_are_left_out(make_training):
     run = make_training()
     run.config = replace(run.config, reward=replace(run.config.reward, on_error="drop_group"))
