@@ -403,9 +403,12 @@ class _Loop:
             command = run_folder.resume_command(self.out_dir)
             self._say(f"{name} again: stopping at once, without the step in flight; resume with: {command}")
             return
-        self._say(f"{name}: finishing this step and saving; to stop at once, press Ctrl-C after {REPEAT:g} s")
-        if self._before is not None:
-            self._rescue(self._before)
+        text = f"{name}: finishing this step and saving; to stop at once, press Ctrl-C after {REPEAT:g} s"
+        try:
+            self._say(text)
+        finally:  # an observer of one's own may fail
+            if (before := self._before) is not None:
+                self._rescue(before)
 
     def _say(self, text: str) -> None:
         self.events("signal", says=text)
@@ -423,8 +426,7 @@ class _Loop:
         metrics = self.evaluated or self._evaluate()
         if distributed.is_main():
             before_after(self.out_dir / IMAGES_FOLDER)
-        result = RunResult(status="finished", step=self.step, out_dir=self.out_dir, metrics=metrics)
-        return self._end(result)
+        return self._end(RunResult(status="finished", step=self.step, out_dir=self.out_dir, metrics=metrics))
 
     def _interrupted(self, number: int) -> RunResult:
         result = RunResult(

@@ -124,6 +124,20 @@ def test_killed_after_a_signal_a_run_loses_the_step_in_flight_alone(kind, phase,
         torch.testing.assert_close(ours.tensors[name], value, rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_observer_that_cannot_tell_of_a_signal_keeps_no_state_from_being_saved(plain_runs, tmp_path):
+    class Mute(Recorder):
+        def on_message(self, text):
+            raise ValueError("I/O operation on closed file")
+
+    settings, folder = small_config("trainer.save_every=99"), tmp_path / "run"
+    shutil.copytree(plain_runs[1], folder)
+    seen = []
+    then = when_saved(folder, 3, lambda: seen.extend(checkpoints(folder)))
+    trainer.train(settings, folder, resume=True, observer=Mute(2, then, phase="update"))
+    assert "step_000003" in seen
+
+
 def test_a_step_that_fails_after_a_signal_is_given_up(plain_runs, fragile, tmp_path):
     """As when the signal goes to the whole process group, and ends what the step needs."""
     overrides, flag = fragile
