@@ -108,4 +108,5 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 def _drop_torn_end(path: Path) -> None:
     text = path.read_bytes()
-    os.truncate(path, text.rfind(b"\n") + 1)
+    if (end := text.rfind(b"\n") + 1) < len(text):  # else another rank may append its first record meanwhile
+        os.truncate(path, end)

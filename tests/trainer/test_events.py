@@ -2,6 +2,7 @@
 
 import json
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +47,22 @@ def test_a_torn_last_line_goes(tmp_path, torn):
     assert kinds(tmp_path) == ["start"]
     write(tmp_path, "resume")
     assert [json.loads(line)["kind"] for line in path.read_text().splitlines()] == ["start", "resume"]
+
+
+def test_a_record_of_another_rank_stays_while_the_log_is_opened(tmp_path, monkeypatch):
+    with EventLog(tmp_path) as other:
+        other("start")
+        read = Path.read_bytes
+
+        def read_before_it_writes(path):
+            found = read(path)
+            other("frames")
+            return found
+
+        monkeypatch.setattr(Path, "read_bytes", read_before_it_writes)
+        with EventLog(tmp_path):
+            pass
+    assert kinds(tmp_path) == ["start", "frames"]
 
 
 def test_threads_do_not_mix_their_records(tmp_path):
