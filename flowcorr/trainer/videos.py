@@ -18,10 +18,11 @@ from flowcorr.trainer.images import image_grid, labelled, save_image
 MAX_VIDEOS = 8
 MAX_GIF_VIDEOS = 4  # a GIF is ten times as large as an MP4
 FRAMES_A_SECOND = 16  # of Wan 2.1
+_CODEC = "libx264"  # some distributions leave it out of their FFmpeg
 
 
 def save_film(videos: ImageArray, prompts: Sequence[Prompt], scores: np.ndarray | None, path: Path) -> None:
-    """Write the first `MAX_VIDEOS` videos side by side: as MP4, or as animated WebP where PyAV is not installed.
+    """Write the first `MAX_VIDEOS` videos side by side: as MP4, or as animated WebP without PyAV and x264.
 
     Args:
         videos: `[B, F, H, W, 3]` uint8; one frame of all at a time is drawn.
@@ -32,14 +33,8 @@ def save_film(videos: ImageArray, prompts: Sequence[Prompt], scores: np.ndarray 
     Raises:
         BackendError: the folder cannot be written to, such as when the disk is full.
     """
-    try:
-        import av  # noqa: F401
-    except ImportError:
-        path = path.with_name(f"{path.name}.webp")
-        write = _write_webp
-    else:
-        path = path.with_name(f"{path.name}.mp4")
-        write = _write_mp4
+    suffix, write = (".mp4", _write_mp4) if _encodes_mp4() else (".webp", _write_webp)
+    path = path.with_name(f"{path.name}{suffix}")
     with writing(path):
         write(_frames(videos[:MAX_VIDEOS], prompts[:MAX_VIDEOS], scores), path)
 
@@ -96,12 +91,20 @@ def _frames(
         yield image_grid(labelled(videos[:, frame], prompts, scores), columns=4)
 
 
+def _encodes_mp4() -> bool:
+    try:
+        import av
+    except ImportError:
+        return False
+    return _CODEC in av.codecs_available
+
+
 def _write_mp4(frames: Iterator[Image.Image], path: Path) -> None:
     import av
 
     first = next(frames)
     with av.open(str(path), mode="w", format="mp4") as film:
-        stream = film.add_stream("libx264", rate=FRAMES_A_SECOND, options={"crf": "18"})
+        stream = film.add_stream(_CODEC, rate=FRAMES_A_SECOND, options={"crf": "18"})
         stream.pix_fmt = "yuv420p"  # which browsers play; its colours are of 2 x 2 pixels, so sides are even
         stream.width, stream.height = first.width + first.width % 2, first.height + first.height % 2
         for frame in itertools.chain([first], frames):

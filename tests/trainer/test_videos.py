@@ -4,6 +4,7 @@ import io
 import math
 import shutil
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -47,8 +48,9 @@ def test_a_film_shows_every_frame(tmp_path):
     assert MAX_VIDEOS == 8
 
 
-def test_without_av_it_is_an_animated_webp(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "av", None)
+@pytest.mark.parametrize("av", [None, SimpleNamespace(codecs_available={"mpeg4"})])
+def test_without_av_or_its_encoder_it_is_an_animated_webp(tmp_path, monkeypatch, av):
+    monkeypatch.setitem(sys.modules, "av", av)
     save_film(VIDEOS, PROMPTS, np.zeros(10), tmp_path / "rollout_000002")
     levels, _ = brightness(tmp_path / "rollout_000002.webp")
     assert levels == pytest.approx(LEVELS.tolist(), abs=6)
