@@ -278,7 +278,7 @@ class WorkerPool:
                     reported += 1
                     logger.warning("%s", event.message)
                     if event.kind:
-                        self._on_event(event.kind, **event.fields)
+                        self._record(event.kind, **event.fields)
 
     def _lose(self, error: Exception) -> BackendError:
         """Take no more tasks, since the dispatcher has ended: Ray ends this process some seconds after its node."""
@@ -289,8 +289,15 @@ class WorkerPool:
             self._closed = BackendError(f"{reason}; continue with --resume ({one_line(error)})")
             logger.error("%s", self._closed)
             if distributed.is_main():
-                self._on_event("workers_lost", error=str(self._closed))
+                self._record("workers_lost", error=str(self._closed))
         return self._closed
+
+    def _record(self, kind: str, **fields: Any) -> None:
+        """Call `on_event`; where that fails, the workers go on, which wait until their events are recorded."""
+        try:
+            self._on_event(kind, **fields)
+        except Exception:
+            logger.exception("the event %s of the %s workers could not be recorded", kind, self._section)
 
 
 def _start_dispatcher(name: str, options: WorkerOptions) -> Any:

@@ -113,6 +113,18 @@ def test_a_task_that_kills_every_worker_is_given_up(pool, events):
     assert value(pool.submit("a pause", "pid")) in {place["pid"] for place in pool.places}
 
 
+def test_workers_go_on_where_their_events_cannot_be_recorded(tmp_path, caplog):
+    def fails(kind, /, **fields):
+        raise ValueError("no room for records")
+
+    pool = start(events=fails, num_workers=1)
+    (before,) = pool.places
+    assert value(pool.submit("a fatal task", "die", str(tmp_path / "flag"))) != before["pid"]
+    pool.close()
+    assert "the event worker_lost of the rollout workers could not be recorded" in caplog.text
+    assert "no room for records" in caplog.text
+
+
 def test_a_worker_that_hangs_is_replaced(tmp_path):
     events = Events()
     pool = start(events=events, num_workers=1, timeout=3.0)
