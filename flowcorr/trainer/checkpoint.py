@@ -246,8 +246,12 @@ def _replace(final: Path, partial: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a checkpoint."""
-    doomed = _set_aside(folder)
+    """Delete a checkpoint; one that the system keeps from that stays, for the run has others and can go on."""
+    try:
+        doomed = _set_aside(folder)
+    except OSError as error:
+        logger.warning("%s could not be deleted (%s); the next checkpoint tries again", folder, error)
+        return
     if doomed is not None:
         _delete(doomed)
 

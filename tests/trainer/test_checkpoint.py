@@ -224,6 +224,23 @@ def test_what_cannot_be_deleted_yet_stops_nothing(tmp_path, caplog, monkeypatch)
     assert {path.name for path in tmp_path.iterdir()} == {f"step_{step:06d}" for step in (2, 3, 4)}
 
 
+def test_a_checkpoint_that_cannot_be_renamed_yet_stops_nothing(tmp_path, caplog, monkeypatch):
+    def busy(path, target):
+        raise OSError(16, "Device or resource busy")
+
+    save(tmp_path, 1, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", busy)
+        checkpoint.prune(tmp_path, keep=1, best=None)
+        checkpoint.discard_after(tmp_path, 1)
+    assert names(tmp_path) == ["step_000001", "step_000002"]
+    first, second = caplog.messages
+    assert "step_000001 could not be deleted" in first
+    assert "step_000002 could not be deleted" in second
+    checkpoint.prune(tmp_path, keep=1, best=None)
+    assert names(tmp_path) == ["step_000002"]
+
+
 def test_discard_after_drops_later_steps(tmp_path):
     save(tmp_path, 1, 2, 3)
     checkpoint.discard_after(tmp_path, 2)
