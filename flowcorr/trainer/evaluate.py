@@ -201,6 +201,7 @@ def evaluate_run(
     )
     reward = replace(config.reward, placement="local")
     run, data = build_run(replace(config, rollout=rollout, reward=reward))
+    run.actor.scorer.config = config  # guidance is rounded as the run's own engine rounds it
     try:
         restore_weights(run.actor.weights, chosen, state)
     except (KeyError, IndexError, TypeError, ValueError) as error:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import tiny_pipelines
 
 from flowcorr import config, trainer
 from flowcorr.actor.adamw import AdamW
@@ -12,7 +13,7 @@ from flowcorr.errors import BackendError, CheckpointError, ConfigError
 from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer import checkpoint
 from tests.shallow import SHALLOW
-from tests.trainer.runs import records
+from tests.trainer.runs import records, small_config
 
 WORDS = {
     "cat": "animal",
@@ -154,6 +155,15 @@ def test_evaluate_run_finds_best_last_and_a_folder(finished):
     assert (
         trainer.evaluate_run(finished, overrides=sampled_elsewhere)[1].metrics["eval/reward"] == scores[best]
     )
+
+
+def test_evaluate_run_rounds_guidance_as_the_run_does(tmp_path):
+    """An engine in bfloat16 feeds FLUX a guidance scale of 3.3 as 3.296, and so does the run's trainer."""
+    tiny_pipelines.build_tiny_flux(tmp_path / "model")
+    keys = (f"model.path={tmp_path / 'model'}", "sampling.guidance_scale=3.3", "rollout.dtype=bfloat16")
+    size = ("sampling.height=32", "sampling.width=32", "trainer.total_steps=1")
+    result = trainer.train(small_config(*keys, *size), tmp_path / "run")
+    assert trainer.evaluate_run(tmp_path / "run", which="last")[1].metrics == result.metrics
 
 
 def test_an_evaluation_keeps_the_images_that_are_shown(finished, monkeypatch):
