@@ -35,5 +35,6 @@ def round_weight(weight: Tensor, emulate: str) -> Tensor:
     """Round a matrix `[out, in]`; vectors and convolutions keep their precision."""
     if emulate == "none" or weight.dim() != 2:
         return weight
-    # Scales are float32, as engines keep them: float16 holds none of a row of zeros.
-    return ROUNDINGS[emulate](weight.float()).to(weight.dtype)
+    # Scales are at least float32, as engines keep them: float16 holds none of a row of zeros.
+    precise = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    return ROUNDINGS[emulate](precise).to(weight.dtype)
