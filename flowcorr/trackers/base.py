@@ -60,3 +60,18 @@ def writing(path: Path) -> Iterator[None]:
             f"{path} cannot be written ({error.strerror or error}); make room and continue with --resume, or choose "
             "another folder"
         ) from error
+
+
+def kept_id(file: Path) -> str | None:
+    """The id of its run that a tracker left in the folder; None where there is none, or a crash left it empty."""
+    return (file.read_text(encoding="utf-8").strip() or None) if file.exists() else None
+
+
+def keep_id(file: Path, run_id: str) -> None:
+    """Leave the id of a tracker's run in the folder.
+
+    Raises:
+        BackendError: it cannot be written to, such as when the disk is full.
+    """
+    with writing(file):
+        file.write_text(f"{run_id}\n", encoding="utf-8")

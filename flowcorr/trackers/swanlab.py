@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowcorr.errors import BackendError, MissingExtraError
 from flowcorr.private import redact
-from flowcorr.trackers.base import writing
+from flowcorr.trackers.base import keep_id, kept_id
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -34,14 +34,13 @@ class SwanLabTracker:
         """Start a SwanLab run, or go on with the one that the run folder names."""
         out_dir.mkdir(parents=True, exist_ok=True)
         id_file = out_dir / ID_FILE
-        continues = resume_step is not None and id_file.exists()
-        earlier = id_file.read_text(encoding="utf-8").strip() if continues else ""  # empty after a crash
+        earlier = None if resume_step is None else kept_id(id_file)
         try:
             self._run = self._swanlab.init(
                 project=os.environ.get("SWANLAB_PROJ_NAME", "flowcorr"),
                 name=run_name,
                 log_dir=str(out_dir / "swanlog"),
-                id=earlier or None,
+                id=earlier,
                 resume="allow" if earlier else None,
             )
         except RuntimeError as error:  # swanlab raises no narrower one
@@ -50,8 +49,7 @@ class SwanLabTracker:
                 "or take swanlab out of trainer.trackers"
             ) from error
         if self._run.id != earlier:
-            with writing(id_file):
-                id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
+            keep_id(id_file, self._run.id)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Set the run's configuration."""

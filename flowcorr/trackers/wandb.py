@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowcorr.errors import BackendError, MissingExtraError
 from flowcorr.private import redact
-from flowcorr.trackers.base import writing
+from flowcorr.trackers.base import keep_id, kept_id
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -38,14 +38,13 @@ class WandbTracker:
         wandb = self._wandb
         out_dir.mkdir(parents=True, exist_ok=True)
         id_file = out_dir / ID_FILE
-        continues = resume_step is not None and id_file.exists()
-        earlier = id_file.read_text(encoding="utf-8").strip() if continues else ""  # empty after a crash
+        earlier = None if resume_step is None else kept_id(id_file)
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "flowcorr"),
                 name=run_name,
                 dir=str(out_dir),
-                id=earlier or None,
+                id=earlier,
                 resume="allow" if earlier else None,
             )
         except wandb.Error as error:
@@ -54,8 +53,7 @@ class WandbTracker:
                 "or take wandb out of trainer.trackers"
             ) from error
         if self._run.id != earlier:
-            with writing(id_file):
-                id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
+            keep_id(id_file, self._run.id)
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
 
