@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from flowcorr.instruments.plan.devices import GPUS, Gpu, Speed
+from flowcorr.instruments.plan.devices import Gpu, Speed
 
 MEMORY_TOLERANCE, FRAGMENTATION = 0.05, 0.08
 MARGIN = 1 + MEMORY_TOLERANCE + FRAGMENTATION
@@ -113,28 +113,6 @@ class Plan:
     def fitting(self) -> bool:
         """Whether the run fits as configured, if the engine has its own GPU."""
         return self.fits(self.memory.trainer) and self.fits(self.memory.engine)
-
-    def smallest_for_trainer(self) -> tuple[Gpu, str] | None:
-        """The known GPU of least memory that the trainer fits, and the overrides with which it does; None if none."""
-        ways = {"": self.memory, **self.changes}
-        peaks = {overrides: memory.trainer for overrides, memory in ways.items()}
-        for overrides, memory in ways.items():
-            one = " ".join(filter(None, (overrides, "actor.micro_batch_size=1")))
-            peaks.setdefault(one, memory.with_one_sample)
-        return _smallest(peaks)
-
-    def smallest_for_engine(self) -> tuple[Gpu, str] | None:
-        """The same of an engine in its own process."""
-        return _smallest({"": self.memory.engine, **self.engine_changes})
-
-
-def _smallest(peaks: Mapping[str, float]) -> tuple[Gpu, str] | None:
-    """The GPU of least memory that one of the peaks fits with the margin, and the first of their names that does."""
-    for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory):
-        for overrides, peak in peaks.items():
-            if peak * MARGIN <= gpu.memory:
-                return gpu, overrides
-    return None
 
 
 def gigabytes(size: float) -> str:

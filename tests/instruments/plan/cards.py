@@ -3,12 +3,13 @@
 `python -m tests.instruments.plan.cards` writes it; its test plans each recipe anew.
 """
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 from flowcorr.config import load, recipe_names
-from flowcorr.instruments.plan.answers import Memory, Plan, duration
-from flowcorr.instruments.plan.devices import GPUS, Gpu
+from flowcorr.instruments.plan.answers import MARGIN, Memory, Plan, duration
+from flowcorr.instruments.plan.devices import GPUS
 from flowcorr.instruments.plan.estimate import FP8, OFFLOAD, SLEEP, plan_of
 from flowcorr.instruments.plan.traces import Traces, trace
 
@@ -55,13 +56,28 @@ def alone(memory: Memory) -> float:
     return memory.trainer if memory.shared is None else memory.shared
 
 
-def smallest(found: tuple[Gpu, str] | None) -> str:
-    """A GPU, with the letters of the overrides with which it is enough."""
-    if found is None:
-        return ""
-    gpu, overrides = found
-    letters = ", ".join(FITTED_BY[key] for key in overrides.split())
-    return f"{gpu.name} ({letters})" if letters else gpu.name
+def smallest_for_trainer(plan: Plan) -> str:
+    """The GPU of least memory that the trainer fits, with the letters of the overrides with which it does."""
+    ways = {"": plan.memory, **plan.changes}
+    peaks = {overrides: memory.trainer for overrides, memory in ways.items()}
+    for overrides, memory in ways.items():
+        one = " ".join(filter(None, (overrides, "actor.micro_batch_size=1")))
+        peaks.setdefault(one, memory.with_one_sample)
+    return _smallest(peaks)
+
+
+def smallest_for_engine(plan: Plan) -> str:
+    """The same of an engine in its own process."""
+    return _smallest({"": plan.memory.engine, **plan.engine_changes})
+
+
+def _smallest(peaks: Mapping[str, float]) -> str:
+    for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory):
+        for overrides, peak in peaks.items():
+            if peak * MARGIN <= gpu.memory:
+                letters = ", ".join(FITTED_BY[key] for key in overrides.split())
+                return f"{gpu.name} ({letters})" if letters else gpu.name
+    return ""
 
 
 @cache
@@ -78,8 +94,8 @@ def row(recipe: str) -> str:
     plans = [plan_of(traced(recipe), config, gpu=gpu, ranks=ranks, title=recipe) for gpu in CARDS]
     memory = plans[0].memory
     sizes = "".join(f" {size / 1e9:.0f} |" for size in (memory.trainer, memory.engine, alone(memory)))
-    trainer = smallest(plans[0].smallest_for_trainer())
-    engine = smallest(plans[0].smallest_for_engine()) if memory.engine else "in process"
+    trainer = smallest_for_trainer(plans[0])
+    engine = smallest_for_engine(plans[0]) if memory.engine else "in process"
     return f"| `{recipe}` |{sizes} {trainer} | {engine} |{''.join(f' {cell(plan)} |' for plan in plans)}\n"
 
 
