@@ -69,6 +69,7 @@ def assert_reasons(reasons, known):
 @pytest.mark.verl_omni
 def test_every_script_of_verl_omni(tmp_path):
     root, sources = root_of("VERL_OMNI"), []
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))  # scripts call `python3`
     for script in sorted(root.rglob("*.sh")):
         if "-m verl_omni.trainer.main_diffusion" not in script.read_text():
             continue
@@ -78,13 +79,13 @@ def test_every_script_of_verl_omni(tmp_path):
             capture_output=True,
             text=True,
             cwd=root,
-            env={**os.environ, "HOME": str(tmp_path)},
+            env={**os.environ, "HOME": str(tmp_path), "PATH": path},
             timeout=300,
         )
         if "actor_rollout_ref:" in found.stdout:  # some end before, without a GPU or the path of a teacher
-            path = tmp_path / f"{len(sources)}_{script.stem}.yaml"
-            path.write_text(found.stdout)
-            sources.append((path, (None,)))
+            resolved = tmp_path / f"{len(sources)}_{script.stem}.yaml"
+            resolved.write_text(found.stdout)
+            sources.append((resolved, (None,)))
     recipes, reasons = outcomes(sources, tmp_path)
     assert len(recipes) >= 20
     assert_reasons(reasons, ("has no equivalent here", "makes videos", "names no model of the"))

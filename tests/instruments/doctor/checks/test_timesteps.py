@@ -1,7 +1,6 @@
 import pytest
 import torch
 from instruments.doctor.faults import (
-    WHOLE,
     assert_named,
     check,
     finding_of,
@@ -70,15 +69,3 @@ def test_ways_that_these_steps_cannot_tell_apart_are_all_named(small_run):
     report = check(run, engine)
     assert_named(report, "timesteps")
     assert set(finding_of(report, "timesteps").numbers["fits"]) >= TRUNCATED | ROUNDED
-
-
-@pytest.mark.slow
-def test_truncation_stands_out_of_the_rounding_of_bfloat16(small_run):
-    """Without an exam in float32, it takes latents large enough."""
-    large = {"num_inference_steps": 7, "height": 128, "width": 128}
-    run = small_run(model=WHOLE, rollout={"n": 12, "dtype": "bfloat16"}, sampling=large)
-    engine = separate(run)
-    feeding(torch.trunc)(engine)
-    report = check(run, engine, float32=False)
-    finding = finding_of(report, "timesteps")
-    assert finding.level in ("warning", "serious")
