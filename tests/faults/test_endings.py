@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,7 @@ def test_ended_at_a_random_moment_a_run_goes_on_as_if_it_had_not(bench, tmp_path
 
 @pytest.mark.faults
 @pytest.mark.vllm_omni
+@pytest.mark.skipif(find_spec("vllm_omni") is None, reason="needs vllm-omni")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("way", WAYS)
 def test_ended_with_all_of_its_processes_a_run_on_the_engine_goes_on(bench, tmp_path, way, wait_for):
