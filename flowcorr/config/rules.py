@@ -214,16 +214,18 @@ def _check_bypass_of_coarse_weights(config: Config) -> None:
 
 
 def _check_unscaled(config: Config) -> None:
+    if not config.sampling.cps_unscaled:
+        return
+    units = "sampling.cps_unscaled=True gives log-probs in units of 2 s^2 nats, but"
     scale = config.algorithm.rollout_correction.log_ratio_scale
-    if config.sampling.cps_unscaled and scale in ("sqrt", "sum"):
+    if scale in ("sqrt", "sum"):
         raise ConfigError(
-            "sampling.cps_unscaled=True gives log-probs in units of 2 s^2 nats, but "
-            f"{_CORRECTION}.log_ratio_scale={scale!r} takes them for nats; set cps_unscaled: false, or "
+            f"{units} {_CORRECTION}.log_ratio_scale={scale!r} takes them for nats; set cps_unscaled: false, or "
             "log_ratio_scale to mean or a number"
         )
-    if config.sampling.cps_unscaled and resolve_loss(config.actor).needs_densities:
+    if resolve_loss(config.actor).needs_densities:
         raise ConfigError(
-            "sampling.cps_unscaled=True gives log-probs in units of 2 s^2 nats, but actor.loss_mode="
+            f"{units} actor.loss_mode="
             f"{config.actor.loss_mode!r} adds a bias in nats to their differences; set cps_unscaled: false, or choose "
             "another loss_mode"
         )

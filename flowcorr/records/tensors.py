@@ -12,13 +12,9 @@ from torch import Tensor
 from flowcorr.errors import BatchError, ConfigError, unknown_choice
 from flowcorr.metrics import Metrics
 
-_DTYPES_OF: Mapping[tuple[str, ...], tuple[torch.dtype, ...]] = {
-    ("latents", "next_latents", "final_latents", "means", "stds", "sigmas", "sigmas_next", "log_probs"): (
-        torch.float32,
-        torch.float64,
-    ),
-    ("step_indices", "group_ids", "policy_versions", "members", "worker_ids"): (torch.int64,),
-}
+_NUMBERS = ("latents", "next_latents", "final_latents", "means", "stds", "sigmas", "sigmas_next", "log_probs")
+_IDS = ("step_indices", "group_ids", "policy_versions", "members", "worker_ids")
+_DTYPES = dict.fromkeys(_NUMBERS, (torch.float32, torch.float64)) | dict.fromkeys(_IDS, (torch.int64,))
 
 Images: TypeAlias = Tensor
 """Samples of `B` prompts, uint8: images `[B, H, W, 3]`, or videos `[B, F, H, W, 3]` of `F` frames."""
@@ -147,9 +143,9 @@ class Rollout:
         if self.conditioning:
             self._check_conditioning()
         for name, tensor in (_tensors(self) | self.window.columns()).items():
-            for names, dtypes in _DTYPES_OF.items():
-                if name in names and tensor.dtype not in dtypes:
-                    raise BatchError(f"Rollout's {name} have dtype {tensor.dtype}; they must be {dtypes[0]}")
+            allowed = _DTYPES.get(name, (tensor.dtype,))
+            if tensor.dtype not in allowed:
+                raise BatchError(f"Rollout's {name} have dtype {tensor.dtype}; they must be {allowed[0]}")
         return self
 
     def sample_conditioning(self, repeats: int = 1) -> dict[str, Tensor]:

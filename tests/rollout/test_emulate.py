@@ -61,11 +61,10 @@ def test_a_row_of_zeros_stays_zero(emulate, dtype):
     assert torch.equal(round_weights({"w": zeros.to(dtype)}, emulate)["w"].float(), zeros)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("emulate", ROUNDINGS)
-def test_scales_are_not_rounded_to_the_dtype_of_the_weights(weights, emulate, dtype):
-    coarse = weights["matrix"].to(dtype)
-    assert torch.equal(round_weight(coarse, emulate), round_weight(coarse.float(), emulate).to(dtype))
+def test_scales_are_not_rounded_to_the_dtype_of_the_weights():
+    """100 / 127 is .7874, of which 62 make 48.82, in bfloat16 48.75; of .7891, its rounding, they make 48.92: 49."""
+    row = torch.tensor([[100.0, 49.0]], dtype=torch.bfloat16)
+    assert round_weight(row, "int8").tolist() == [[100.0, 48.75]]
 
 
 def test_unknown_bfloat16_weights_keep_their_dtype():

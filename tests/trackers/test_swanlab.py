@@ -1,5 +1,5 @@
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 from PIL import Image
@@ -17,23 +17,6 @@ def test_a_missing_package_is_said_before_a_model_is_loaded(monkeypatch):
 def test_finish_without_start_does_nothing(monkeypatch):
     monkeypatch.setitem(sys.modules, "swanlab", ModuleType("swanlab"))
     SwanLabTracker().finish()
-
-
-@pytest.mark.parametrize(
-    ("left", "resume_step", "asked"),
-    [("old\n", 1, "old"), ("", 1, None), (None, 1, None), ("old\n", None, None)],
-)
-def test_a_run_goes_on_under_the_id_that_its_folder_has(tmp_path, monkeypatch, left, resume_step, asked):
-    """Also where a crash or a full disk left the file empty, which would be refused as an id."""
-    stub = ModuleType("swanlab")
-    stub.init = lambda **options: calls.append(options) or SimpleNamespace(id=options["id"] or "new")
-    monkeypatch.setitem(sys.modules, "swanlab", stub)
-    calls, file = [], tmp_path / "swanlab_run_id.txt"
-    if left is not None:
-        file.write_text(left)
-    SwanLabTracker().start("a run", tmp_path, resume_step=resume_step)
-    assert [(call["id"], call["resume"]) for call in calls] == [(asked, asked and "allow")]
-    assert file.read_text().strip() == (asked or "new")
 
 
 @pytest.mark.slow
