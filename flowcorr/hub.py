@@ -45,13 +45,13 @@ def unreachable() -> str | None:
 
 
 def missing_weight(model: Any, loading_info: Mapping[str, Any]) -> str | None:
-    """The first weight that no file of a model of transformers has; None where there is none.
+    """The first weight, by name, that the files of a model of transformers lack; None where they lack none.
 
     Args:
         model: as it was loaded.
         loading_info: what `from_pretrained` returns beside it.
     """
-    head = model.get_output_embeddings()  # predicts tokens, which nothing asks for
+    head = model.get_output_embeddings()  # it predicts tokens, and images need none
     unused = set() if head is None else {id(weight) for weight in head.parameters()}
     weights = dict(model.named_parameters())
     return min(

@@ -36,7 +36,7 @@ def above(key: str, value: float, bound: float) -> None:
 
 
 def _finite(value: float) -> str:
-    """What is wrong with a number that no bound excludes, in words."""
+    """The first words of what a number must be: of one that is not finite, that it must be."""
     return "" if math.isfinite(value) else "finite and "
 
 

@@ -259,7 +259,7 @@ def _warn_of_rough_weights(config: Config) -> None:
 
 
 def _warn_of_bands_of_steps(config: Config) -> None:
-    """A clip of the window's ratio lets one step learn all of it, but bands are widened by an equal share a step."""
+    """Under a clip of the window's ratio one step may learn all of the range, but bands leave each an equal share."""
     correction, level = config.algorithm.rollout_correction, config.actor.ratio_level
     # Sums and means of log-ratios do not depend on which step learned; a maximum, or a sum of squares, does.
     modes = [

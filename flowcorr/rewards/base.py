@@ -310,7 +310,7 @@ def _as_vector(value: Any, batch_size: int, name: str) -> np.ndarray:
         )
     if hasattr(value, "detach"):  # a tensor, maybe on a device, maybe bfloat16, which numpy does not know
         value = value.detach().double().cpu().numpy()
-    if isinstance(value, list | tuple):  # of tensors, maybe likewise, or with gradients
+    if isinstance(value, list | tuple):  # its parts may be such tensors too, or have gradients
         value = [part.tolist() if hasattr(part, "detach") else part for part in value]
     try:
         # A copy: a reward may write its next scores into the same array.

@@ -246,7 +246,7 @@ def _replace(final: Path, partial: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a checkpoint; one that the system keeps from that stays, for the run has others and can go on."""
+    """Delete a checkpoint; one that the system does not let go stays, and the run goes on."""
     try:
         doomed = _set_aside(folder)
     except OSError as error:

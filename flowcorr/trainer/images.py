@@ -82,7 +82,7 @@ def before_after(folder: Path) -> None:
             with Image.open(path) as picture:
                 canvas = Image.new("RGB", (picture.width, picture.height + 24), "white")
                 canvas.paste(picture, (0, 24))
-        except OSError as error:  # a crash may have left a part of it
+        except OSError as error:  # a crash may have cut the file off
             logger.warning("%s cannot be read, so before_after.png is left out: %s", path, error)
             return
         ImageDraw.Draw(canvas).text((2, 3), title, "black", font=ImageFont.load_default(16))

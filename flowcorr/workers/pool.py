@@ -293,7 +293,7 @@ class WorkerPool:
         return self._closed
 
     def _record(self, kind: str, **fields: Any) -> None:
-        """Call `on_event`; where that fails, the workers go on, which wait until their events are recorded."""
+        """Call `on_event`; workers wait for that, so its failure is logged and does not stop them."""
         try:
             self._on_event(kind, **fields)
         except Exception:
