@@ -258,6 +258,8 @@ def plan(arguments: argparse.Namespace) -> int:
     The models of the shipped recipes are known. Of others, the configuration files (config.json) are read from a local
     folder or the hub. torch.compile, reward models on a CPU and rewards over HTTP are not predicted.
     """
+    # Before numpy and torch start threads, which a plan has no use for: it computes no values.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     from flowcorr.config import load, redact_override
     from flowcorr.config.rules import check_ranks
     from flowcorr.instruments.plan.preflight import check_settings
@@ -270,9 +272,7 @@ def plan(arguments: argparse.Namespace) -> int:
     check_ranks(config, arguments.ranks)
     check_settings(config)
 
-    # After the checks: a mistake is told before torch is imported. It computes no values, so it needs no more threads.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from flowcorr.instruments.plan.report import plan as predict
+    from flowcorr.instruments.plan.report import plan as predict  # imports torch: after the checks
 
     title = " ".join((arguments.recipe, *map(redact_override, arguments.overrides)))
     with _at_work(f"planning {title}: tracing each phase without weights"):
