@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.imports import import_target
-from flowcorr.trackers.base import Tracker
+from flowcorr.trackers.base import Ending, Tracker
 from flowcorr.trackers.jsonl import IMAGES_FOLDER, METRICS_FILE, JsonlTracker, checked_metrics, read_metrics
 from flowcorr.trackers.swanlab import SwanLabTracker
 from flowcorr.trackers.tensorboard import TensorBoardTracker
@@ -23,6 +23,7 @@ __all__ = [
     "IMAGES_FOLDER",
     "METRICS_FILE",
     "TRACKERS",
+    "Ending",
     "JsonlTracker",
     "SwanLabTracker",
     "TensorBoardTracker",

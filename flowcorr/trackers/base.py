@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from flowcorr.errors import BackendError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+Ending: TypeAlias = Literal["finished", "interrupted", "failed"]
+"""How a run ended: at its last step, by a signal, or by an error."""
 
 
 class Tracker(Protocol):
@@ -41,8 +44,8 @@ class Tracker(Protocol):
     def log_videos(self, videos: Mapping[str, bytes], step: int) -> None:
         """Log named videos, each an animated GIF."""
 
-    def finish(self) -> None:
-        """Write what is pending and close; does nothing if the tracker was not started."""
+    def finish(self, ending: Ending) -> None:
+        """Write what is pending, say how the run ended and close; does nothing if the tracker was not started."""
 
 
 @contextlib.contextmanager

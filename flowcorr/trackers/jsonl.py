@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from flowcorr.errors import ConfigError
 from flowcorr.private import open_private
-from flowcorr.trackers.base import writing
+from flowcorr.trackers.base import Ending, writing
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -78,7 +78,7 @@ class JsonlTracker:
     def log_videos(self, videos: Mapping[str, bytes], step: int) -> None:
         """Does nothing: the trainer writes films into the run folder anyway."""
 
-    def finish(self) -> None:
+    def finish(self, ending: Ending) -> None:
         """Close the file."""
         if self._file is None:
             return

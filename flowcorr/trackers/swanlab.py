@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from flowcorr.errors import BackendError, MissingExtraError
 from flowcorr.private import redact
-from flowcorr.trackers.base import keep_id, kept_id
+from flowcorr.trackers.base import Ending, keep_id, kept_id
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 ID_FILE = "swanlab_run_id.txt"
+STATES: Mapping[Ending, str] = {"finished": "success", "interrupted": "aborted", "failed": "crashed"}
 
 
 class SwanLabTracker:
@@ -70,10 +71,11 @@ class SwanLabTracker:
         """Log videos."""
         self._run.log({name: self._swanlab.Video(video) for name, video in videos.items()}, step=step)
 
-    def finish(self) -> None:
-        """Upload what is pending and end the run."""
+    def finish(self, ending: Ending) -> None:
+        """Upload what is pending and end the run in the state that `STATES` names."""
         if self._run is not None:
-            self._run.finish()
+            error = "see failure.txt in the run's folder" if ending == "failed" else None
+            self._run.finish(state=STATES[ending], error=error)
             self._run = None
 
 

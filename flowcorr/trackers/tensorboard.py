@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowcorr.errors import MissingExtraError
 from flowcorr.private import redact
-from flowcorr.trackers.base import writing
+from flowcorr.trackers.base import Ending, writing
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -79,7 +79,7 @@ class TensorBoardTracker:
             with writing(self._folder):
                 file.add_summary(Summary(value=[Summary.Value(tag=name, image=image)]), step)
 
-    def finish(self) -> None:
+    def finish(self, ending: Ending) -> None:
         """Close the event file."""
         if self._writer is None:
             return

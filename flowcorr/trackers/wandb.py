@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowcorr.errors import BackendError, MissingExtraError
 from flowcorr.private import redact
-from flowcorr.trackers.base import keep_id, kept_id
+from flowcorr.trackers.base import Ending, keep_id, kept_id
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -75,10 +75,10 @@ class WandbTracker:
         films = {name: self._wandb.Video(io.BytesIO(video), format="gif") for name, video in videos.items()}
         self._run.log({STEP: step, **films})
 
-    def finish(self) -> None:
-        """Upload what is pending and end the run."""
+    def finish(self, ending: Ending) -> None:
+        """Upload what is pending and end the run, as failed unless it finished: wandb has no state for a signal."""
         if self._run is not None:
-            self._run.finish()
+            self._run.finish(exit_code=int(ending != "finished"))
             self._run = None
 
 

@@ -20,7 +20,7 @@ from flowcorr.config.schema import Config
 from flowcorr.correction.bounds import idle_modes
 from flowcorr.errors import BackendError
 from flowcorr.processes import clear_shared_memory
-from flowcorr.trackers import IMAGES_FOLDER, Tracker, build_trackers
+from flowcorr.trackers import IMAGES_FOLDER, Ending, Tracker, build_trackers
 from flowcorr.trainer import checkpoint, out_of_memory, run_folder, state
 from flowcorr.trainer.best import Best, best_checkpoint, best_so_far
 from flowcorr.trainer.checkpoint import TrainingState
@@ -106,6 +106,7 @@ class _Loop:
         self.step = 0
         self.best: Best | None = None
         self.evaluated: Mapping[str, float] = {}  # metrics of the last evaluation
+        self.ending: Ending = "failed"  # until it ends otherwise
         self.saved_step: int | None = None
         self._before: _Captured | None = None  # the state before the step in flight, see `_held`
         self._writing = threading.RLock()  # a signal's thread saves, too
@@ -143,7 +144,7 @@ class _Loop:
             endings.callback(signals.report_to, lambda number, again: None)
             logged = self.step if self.unlogged is None else self.step - 1  # the last whole record
             for tracker in self.trackers:
-                endings.callback(tracker.finish)
+                endings.callback(self._finish, tracker)
                 tracker.start(self.out_dir.name, self.out_dir, resume_step=logged if self.resumed else None)
                 tracker.log_config(configs.to_mapping(self.config))
             if distributed.is_main():
@@ -167,7 +168,11 @@ class _Loop:
             result = self._finished() if number is None else self._interrupted(number)
             # Wait for the other ranks: launchers stop all ranks as soon as one exits.
             distributed.gather(None, "the end of the run")
+            self.ending = result.status
             return result
+
+    def _finish(self, tracker: Tracker) -> None:
+        tracker.finish(self.ending)
 
     def _train_one_step(self) -> None:
         trainer = self.config.trainer

@@ -15,7 +15,7 @@ def log_steps(folder, steps, *, resume_step=None, offset=0.0):
     tracker.start("run", folder, resume_step=resume_step)
     for step in steps:
         tracker.log({"loss": step + offset}, step)
-    tracker.finish()
+    tracker.finish("finished")
 
 
 def test_one_strict_record_a_step(tmp_path):
@@ -25,7 +25,7 @@ def test_one_strict_record_a_step(tmp_path):
     lines = (
         (tmp_path / "new" / "folder" / "metrics.jsonl").read_text().splitlines()
     )  # before finish: it is flushed
-    tracker.finish()
+    tracker.finish("finished")
     assert [json.loads(line) for line in lines] == [
         {"step": 7, "a/b": 0.5, "count": 3, "bad": None, "huge": None}
     ]
@@ -152,7 +152,7 @@ def test_images_are_saved_as_png(tmp_path):
     tracker.start("run", tmp_path)
     picture = Image.new("RGB", (4, 3), (10, 20, 30))
     tracker.log_images({"eval/samples": [picture, picture]}, 12)
-    tracker.finish()
+    tracker.finish("finished")
     names = sorted(path.name for path in (tmp_path / "images").iterdir())
     assert names == ["eval_samples_000012_00.png", "eval_samples_000012_01.png"]
     with Image.open(tmp_path / "images" / names[0]) as saved:
@@ -166,7 +166,7 @@ def test_full_disk_is_reported(tmp_path):
     with pytest.raises(BackendError, match=r"metrics\.jsonl cannot be written \(No space left"):
         tracker.log({"loss": 1.0}, 1)
     with pytest.raises(BackendError, match="No space left"):
-        tracker.finish()
+        tracker.finish("finished")
 
 
 def test_folder_that_cannot_be_made_is_reported(tmp_path):
@@ -176,4 +176,4 @@ def test_folder_that_cannot_be_made_is_reported(tmp_path):
 
 
 def test_finish_without_start_does_nothing():
-    JsonlTracker().finish()
+    JsonlTracker().finish("finished")

@@ -26,7 +26,7 @@ def log_steps(folder, steps, *, resume_step=None, offset=0.0):
     tracker.start("run", folder, resume_step=resume_step)
     for step in steps:
         tracker.log({"actor/loss": step + offset, "actor/bad": float("nan")}, step)
-    tracker.finish()
+    tracker.finish("finished")
 
 
 def losses(folder):
@@ -64,8 +64,8 @@ def test_a_full_disk_is_reported(tmp_path, monkeypatch):
     with pytest.raises(BackendError, match="tensorboard cannot be written .No space left on device"):
         tracker.log({"actor/loss": 1.0}, 1)
     with pytest.raises(BackendError, match="tensorboard cannot be written .No space left on device"):
-        tracker.finish()
-    tracker.finish()
+        tracker.finish("finished")
+    tracker.finish("finished")
 
 
 def test_images_and_config_without_secrets(tmp_path):
@@ -73,7 +73,7 @@ def test_images_and_config_without_secrets(tmp_path):
     tracker.start("run", tmp_path)
     tracker.log_config({"actor": {"lr": 1e-4}, "reward": {"api_key": "do-not-write-me"}})
     tracker.log_images({"samples": [Image.new("RGB", (4, 3)), Image.new("L", (4, 3))]}, 5)
-    tracker.finish()
+    tracker.finish("finished")
     events = read(tmp_path)
     assert events.Tags()["images"] == ["samples/0", "samples/1"]
     assert (events.Images("samples/1")[0].width, events.Images("samples/1")[0].height) == (4, 3)
@@ -86,7 +86,7 @@ def test_a_video_is_an_animated_image(tmp_path, video):
     tracker = TensorBoardTracker()
     tracker.start("run", tmp_path)
     tracker.log_videos({"eval/videos": video}, 5)
-    tracker.finish()
+    tracker.finish("finished")
     (event,) = read(tmp_path).Images("eval/videos")
     assert (event.step, event.width, event.height) == (5, 8, 6)
     with Image.open(io.BytesIO(event.encoded_image_string)) as film:
@@ -94,7 +94,7 @@ def test_a_video_is_an_animated_image(tmp_path, video):
 
 
 def test_finish_without_start_does_nothing():
-    TensorBoardTracker().finish()
+    TensorBoardTracker().finish("finished")
 
 
 def test_a_missing_package_is_said_before_a_model_is_loaded(monkeypatch):

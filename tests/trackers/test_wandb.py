@@ -16,7 +16,7 @@ def test_a_missing_package_is_said_before_a_model_is_loaded(monkeypatch):
 
 def test_finish_without_start_does_nothing(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
-    WandbTracker().finish()
+    WandbTracker().finish("finished")
 
 
 @pytest.mark.slow
@@ -33,7 +33,7 @@ def test_offline_run_goes_on_under_its_id(tmp_path, monkeypatch, video):
         tracker.log({"actor/loss": 0.5}, 2)
         tracker.log_images({"samples": [Image.new("RGB", (4, 3))]}, 2)
         tracker.log_videos({"eval/videos": video}, 2)
-        tracker.finish()
+        tracker.finish("finished")
         ids.append((tmp_path / "wandb_run_id.txt").read_text())
     assert ids[0] == ids[1]
     files = [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -2,6 +2,7 @@
 
 import math
 import resource
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from flowcorr.rewards.jpeg import JpegCompressibility
 from flowcorr.trackers import TRACKERS, JsonlTracker
 from flowcorr.trainer import checkpoint, run_folder
 from flowcorr.trainer.events import read_events
-from tests.trainer.runs import Recorder, checkpoints, records, small_config
+from tests.trainer.runs import Recorder, checkpoints, interrupt, records, small_config
 
 TWO_STEPS = ("trainer.total_steps=2", "trainer.save_every=99")
 
@@ -49,8 +50,8 @@ class CountingTracker(JsonlTracker):
     def log(self, metrics, step):
         self.calls.append(f"log {step}")
 
-    def finish(self):
-        self.calls.append("finish")
+    def finish(self, ending):
+        self.calls.append(ending)
 
 
 def test_a_failing_reward_saves_what_came_before_it(plain_runs, fragile, tmp_path, monkeypatch):
@@ -62,13 +63,14 @@ def test_a_failing_reward_saves_what_came_before_it(plain_runs, fragile, tmp_pat
     folder = tmp_path / "run"
     with pytest.raises(BackendError, match="the scorer is gone") as caught:
         trainer.train(settings, folder, observer=Recorder(2, flag.touch, phase="rollout"))
-    assert calls == ["start", "log 0", "log 1", "finish"]
+    assert calls == ["start", "log 0", "log 1", "failed"]
     assert str(caught.value) in (folder / "failure.txt").read_text()
     assert checkpoints(folder)[-1] == "step_000001"
 
     flag.unlink()
     recorder = Recorder()
     trainer.train(settings, folder, resume=True, observer=recorder)
+    assert calls[-1] == "finished"
     assert recorder.steps == [2]
     assert not (folder / "failure.txt").exists()
     assert records(folder) == records(plain_runs[0])[:3]  # the same reward, had it not failed
@@ -135,6 +137,14 @@ def test_a_step_that_cannot_be_shown_is_kept(plain_runs, tmp_path, step, error):
     assert recorder.steps == [step + 1]
     assert list(dumps.files(tmp_path)) == list(range(1, step + 2))
     assert records(tmp_path)[: step + 1] == records(plain_runs[0])[: step + 1]
+
+
+def test_trackers_are_told_of_a_signal(tmp_path, monkeypatch):
+    monkeypatch.setitem(TRACKERS, "counting", CountingTracker)
+    monkeypatch.setattr(CountingTracker, "calls", calls := [], raising=False)
+    settings = small_config(*TWO_STEPS, "trainer.trackers=[counting]")
+    trainer.train(settings, tmp_path, observer=Recorder(1, interrupt(signal.SIGTERM)))
+    assert calls == ["start", "log 0", "log 1", "interrupted"]
 
 
 class BrokenTracker(CountingTracker):
