@@ -165,7 +165,7 @@ class _Loop:
                     self._train_one_step()
             if self.saved_step != self.step:
                 self._save()
-            result = self._finished() if number is None else self._interrupted(number)
+            result = self._end(number)
             # Wait for the other ranks: launchers stop all ranks as soon as one exits.
             distributed.gather(None, "the end of the run")
             self.ending = result.status
@@ -348,12 +348,9 @@ class _Loop:
 
     def _captured(self) -> _Captured:
         """The contents of a checkpoint: state, and weights for a pipeline. Trained shards need a call on all ranks."""
-        actor = self.run.actor
+        weights = self.run.actor.weights
         captured = state.capture(self.run, step=self.step, best=self.best, unlogged=self.unlogged)
-        return (
-            captured,
-            actor.weights.exported() if distributed.is_main() or actor.weights.trains_shards else {},
-        )
+        return captured, weights.exported() if distributed.is_main() or weights.trains_shards else {}
 
     def _write(self, captured: TrainingState, weights: Mapping[str, Tensor]) -> None:
         if not distributed.is_main():
@@ -421,28 +418,25 @@ class _Loop:
         with contextlib.suppress(BackendError):
             self.observer.on_message(text)
 
-    def _end(self, result: RunResult) -> RunResult:
-        if distributed.is_main():
-            self.events("end", status=result.status)
-        self.observer.on_finish(result)
-        return result
-
-    def _finished(self) -> RunResult:
-        metrics = self.evaluated or self._evaluate()
-        if distributed.is_main():
-            before_after(self.out_dir / IMAGES_FOLDER)
-        return self._end(RunResult(status="finished", step=self.step, out_dir=self.out_dir, metrics=metrics))
-
-    def _interrupted(self, number: int) -> RunResult:
+    def _end(self, number: int | None) -> RunResult:
+        """How the run ended: after the signal of this number, or at its last step, with an evaluation."""
+        if number is None:
+            if not self.evaluated:
+                self._evaluate()
+            if distributed.is_main():
+                before_after(self.out_dir / IMAGES_FOLDER)
         result = RunResult(
-            status="interrupted",
+            status="finished" if number is None else "interrupted",
             step=self.step,
             out_dir=self.out_dir,
             metrics=self.evaluated,
             signal=number,
-            resume_command=run_folder.resume_command(self.out_dir),
+            resume_command=None if number is None else run_folder.resume_command(self.out_dir),
         )
-        return self._end(result)
+        if distributed.is_main():
+            self.events("end", status=result.status)
+        self.observer.on_finish(result)
+        return result
 
 
 _Captured = tuple[TrainingState, Mapping[str, Tensor]]
