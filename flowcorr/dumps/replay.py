@@ -123,6 +123,11 @@ class ReplaySamples:
                     raise BatchError(
                         f"flowcorr.ReplaySamples: {name} is one number; give one a sample or step"
                     )
+                if name in _BY_SAMPLE and len(value) != len(self.prompts):
+                    raise BatchError(
+                        f"flowcorr.ReplaySamples: {name} is of {len(value)} samples, and prompts of "
+                        f"{len(self.prompts)}; give all fields of the same samples, in one order"
+                    )
                 changed[name] = _copied(name, value[:count] if name in _BY_SAMPLE else value)
         changed |= {name: _as_pixels(name, changed[name]) for name in _PIXELS if name in changed}
         if "references" in changed and changed["references"].dim() == 4:
