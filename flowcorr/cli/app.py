@@ -30,7 +30,27 @@ flowcorr --help lists all commands."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    words = sys.argv[1:] if argv is None else argv
+    try:
+        try:
+            return _run(sys.argv[1:] if argv is None else argv)
+        finally:
+            if sys.stdout is not None:  # None where it was closed before the start
+                sys.stdout.flush()  # here, as Python at its exit would print an error of its own
+    except UnicodeEncodeError as error:
+        lost = error.object[error.start : error.end]
+        print(
+            f"flowcorr: error: standard output is in {error.encoding}, which has no {lost!r}; set "
+            "PYTHONIOENCODING=utf-8:backslashreplace",
+            file=sys.stderr,
+        )
+        return EXIT_FAILED
+    except BrokenPipeError:
+        # The reader of the pipe, such as `head`, has exited: print nothing more, not even at interpreter exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+
+
+def _run(words: Sequence[str]) -> int:
     if not words:
         print(_FIRST_DAY)
         return EXIT_USAGE
@@ -50,10 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         except FlowcorrError as error:
             print(f"flowcorr: error{f' on rank {rank}' if rank else ''}: {_shown(error)}", file=sys.stderr)
             return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
-        except BrokenPipeError:
-            # The reader of the pipe, such as `head`, has exited: print nothing more, not even at interpreter exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return EXIT_FAILED
         except KeyboardInterrupt:
             return EXIT_SIGNAL + 2
 

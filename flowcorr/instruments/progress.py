@@ -194,6 +194,8 @@ class TerminalObserver:
         """Print lines; prose is broken between words, and a command never."""
         try:
             self._console.print(text, markup=False, soft_wrap=not (prose and self._live))
+        except UnicodeEncodeError:  # a ValueError, but nothing is closed
+            raise
         except _CLOSED as error:
             if self._live and getattr(error, "errno", None) == errno.EIO:
                 _leave_terminal()

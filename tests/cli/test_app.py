@@ -1,4 +1,6 @@
 import contextlib
+import io
+import os
 import subprocess
 import sys
 
@@ -157,3 +159,29 @@ def test_version(capsys):
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out == f"flowcorr {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["--help"], ["config", "tiny_ocr_lora"]], ids=["none", "help", "config"]
+)
+def test_a_pipe_that_nobody_reads_ends_a_command_without_a_word(words):
+    """Where Python buffers, the end of what is printed is written after the command."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with os.fdopen(writing, "wb") as pipe:
+        done = subprocess.run(
+            [sys.executable, "-m", "flowcorr", *words],
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            env=environment,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_an_encoding_without_a_character_is_named(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="latin-1"))
+    assert main(["explain", "ESS"]) == 1
+    error = capsys.readouterr().err
+    assert "latin-1, which has no '\u2265'; set PYTHONIOENCODING=utf-8:backslashreplace" in error

@@ -219,6 +219,12 @@ def test_a_closed_output_is_an_error_without_a_traceback():
             observer.on_message("anybody there?")
 
 
+def test_a_character_that_the_output_cannot_hold_is_no_closed_output():
+    observer = TerminalObserver(Console(file=io.TextIOWrapper(io.BytesIO(), encoding="ascii")))
+    with observer, pytest.raises(UnicodeEncodeError):
+        observer.on_message("runs/\u5b9e\u9a8c")
+
+
 def test_a_pipe_that_nobody_reads_is_an_error():
     reading, writing = os.pipe()
     os.close(reading)
