@@ -298,8 +298,8 @@ def report(arguments: argparse.Namespace) -> int:
     healthy ranges; drift by timestep; time; images; and the settings in which the runs differ. Runs that differ only
     by seed are one curve, with a band from the smallest to the largest value. The same health rules warn during
     training, once each. With trainer.dump_log_probs=true, histograms show the ratios in their clip range and the
-    rollout mismatch by step. A run may also be a folder that another trainer wrote with flowcorr.dump; notes say
-    which further fields would help.
+    rollout mismatch by step. A run may also be a folder that another trainer wrote with flowcorr.dump, which is a
+    curve of its own; notes say which further fields would help.
 
     Examples:
       flowcorr report runs/tiny_ocr_lora

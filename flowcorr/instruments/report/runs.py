@@ -200,11 +200,16 @@ def _check_num_elements(path: Path, records: Sequence[Mapping[str, Any]]) -> Non
 
 
 def group_by_seed(runs: Sequence[Run]) -> list[Group]:
-    """Groups of runs with equal configurations but for the seed, in the order of their first runs."""
-    groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
+    """Groups of runs with equal configurations but for the seed, in the order of their first runs.
+
+    A dump of another trainer is a group of its own: its configuration is not known.
+    """
+    groups: dict[tuple[object, ...], list[Run]] = {}
     for run, name in zip(runs, _names([Path(os.path.realpath(run.folder)) for run in runs]), strict=True):
-        key = tuple((name, value) for name, value in run.settings.items() if name != _OF_A_SEED)
-        groups.setdefault(key, []).append(replace(run, name=name))
+        key = tuple(setting for setting in run.settings.items() if setting[0] != _OF_A_SEED)
+        groups.setdefault(key if run.config is not None else (run.folder,), []).append(
+            replace(run, name=name)
+        )
     return [Group(label=_label(members), runs=members) for members in groups.values()]
 
 

@@ -39,6 +39,18 @@ def test_another_trainers_dump_is_a_run(tmp_path):
     assert "sigmas" in run.notes[0]
 
 
+def test_dumps_of_other_trainers_are_no_seeds_of_one_configuration(tmp_path):
+    """Their losses are alike, and their gaps are 1,000,000 times apart."""
+    folders = [
+        draw_steps(tmp_path / "exact", r=2e-5),
+        draw_steps(tmp_path / "coarse", r=0.02, num_elements=64),
+    ]
+    groups = group_by_seed([read_run(folder) for folder in folders])
+    assert [(group.label, group.num_elements) for group in groups] == [("exact", 4096), ("coarse", 64)]
+    exact, coarse = (group.means("rollout_corr/kl")[-1][1] for group in groups)
+    assert exact < 1e-5 < coarse == pytest.approx(0.02**2 / 2, rel=0.3)
+
+
 def test_the_error_of_a_run_is_shown_without_its_secrets(tmp_path):
     terms = "reward.terms=[{name: http, options: {url: 'https://host/KEY', api_key: s3cret}}]"
     failure = {
