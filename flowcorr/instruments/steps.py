@@ -340,13 +340,17 @@ def step_metrics(
 
 
 def _of_update(terms: Terms, actor: ActorConfig) -> Metrics:
-    return flow_grpo(
+    """The metrics of the loss; without the clipped shares where the clip range is not known."""
+    metrics = flow_grpo(
         terms.log_prob,
         terms.old_log_prob,
         terms.advantage,
         clip_ratio=clip_by_term(actor.clip_ratio, terms.step_index),
         adv_clip_max=actor.adv_clip_max,
     ).metrics
+    if actor.clip_ratio != UNBOUNDED:
+        return metrics
+    return metrics.renamed(lambda name: None if name.startswith("actor/pg_clipfrac") else name)
 
 
 def _of_rewards(terms: DumpedTerms) -> Metrics:

@@ -71,6 +71,16 @@ def test_what_is_missing_is_left_out(tmp_path):
     assert "rollout_corr/clip_noise_fraction" not in first
 
 
+def test_without_a_clip_range_no_term_is_called_clipped_or_not(tmp_path):
+    (first, *_) = records(read_dumped(draw_steps(tmp_path, without=("clip_ratio",))))
+    assert {name for name in first if name.startswith("actor/")} == {
+        "actor/ppo_kl",
+        "actor/ratio_mean",
+        "actor/ratio_std",
+        "actor/nonfinite_fraction",
+    }
+
+
 def test_in_bypass_the_drift_is_that_of_the_current_policy(tmp_path):
     run = read_dumped(draw_steps(tmp_path, without=("old_log_probs",), clip_ratio=[1e-4] * 4))
     assert run.setting.correction.bypass_mode

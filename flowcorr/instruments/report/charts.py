@@ -28,6 +28,7 @@ from flowcorr.instruments.report.bands import band_charts
 from flowcorr.instruments.report.heat_maps import ROUNDING, heat_maps
 from flowcorr.instruments.report.runs import Group
 from flowcorr.instruments.report.terms import Spread, reach, read_spread, shares
+from flowcorr.instruments.steps import UNBOUNDED
 from flowcorr.instruments.thinning import MAX_POINTS, rows_text, spread_out, steps_a_point, stride_text
 from flowcorr.trainer.timing import PHASES
 
@@ -287,7 +288,7 @@ def _ratio_chart(group: Group, spread: Spread, index: int, colour: str) -> Chart
     what = "current less rollout" if spread.num_bypass == spread.num_steps else "current less old log-prob"
     texts = [
         f"{unit}: {what}, {len(spread.ratios)} terms of {spread.num_steps} training steps",
-        _clip_text(spread, view),
+        _clip_text(group, spread, view),
         _still_text(spread),
         _beyond(moved, view),
     ]
@@ -305,7 +306,9 @@ def _ratio_chart(group: Group, spread: Spread, index: int, colour: str) -> Chart
     )
 
 
-def _clip_text(spread: Spread, view: float) -> str:
+def _clip_text(group: Group, spread: Spread, view: float) -> str:
+    if group.setting.actor.clip_ratio == UNBOUNDED:
+        return "the clip range is not known"
     if spread.limits is None:
         return "this loss has no clip range"
     low, high = spread.limits

@@ -65,6 +65,12 @@ def test_ratios_are_those_that_the_loss_clips(overrides, dumped, expected, tmp_p
     assert expected in captions(folder)
 
 
+def test_a_clip_range_that_was_not_dumped_is_not_said_to_be_missing(tmp_path):
+    text = captions(draw_steps(tmp_path / "a", without=("clip_ratio",)))
+    assert "the clip range is not known" in text
+    assert "no clip range" not in text
+
+
 def test_the_mismatch_of_bypass_is_of_what_was_scored_before_an_update(tmp_path):
     folder = write_run(tmp_path / "a", f"{CORRECTION}.preset=bypass_ppo_clip")
     dump(folder, bypass=True)  # of the second half of its samples, the policy has moved
