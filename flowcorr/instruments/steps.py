@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -307,12 +308,18 @@ def ages_of(steps: Mapping[int, DumpedTerms]) -> dict[int, Tensor]:
 def records(run: DumpedRun) -> list[dict[str, Any]]:
     """The metrics that training would have logged of each step, as far as the dump tells: drift, update, rewards.
 
+    A metric that is not finite is None, as in `metrics.jsonl`.
+
     Raises:
         ConfigError: a file is damaged.
     """
-    return [
-        {"step": step, **step_metrics(dumps.load(path), run.setting, run.levels, run.scored)}
+    found = {
+        step: step_metrics(dumps.load(path), run.setting, run.levels, run.scored)
         for step, path in run.files.items()
+    }
+    return [
+        {"step": step} | {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        for step, metrics in found.items()
     ]
 
 

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from instruments.foreign_dumps import D, draw_steps
@@ -79,6 +80,11 @@ def test_without_a_clip_range_no_term_is_called_clipped_or_not(tmp_path):
         "actor/ratio_std",
         "actor/nonfinite_fraction",
     }
+
+
+def test_a_metric_that_overflows_is_not_logged(tmp_path):
+    (first, *_) = records(read_dumped(draw_steps(tmp_path, rewards=np.full(32, 1e308))))
+    assert first["reward/mean"] is None
 
 
 def test_in_bypass_the_drift_is_that_of_the_current_policy(tmp_path):
