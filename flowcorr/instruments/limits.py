@@ -124,12 +124,13 @@ def _noise_limits(rule: Rule, units: Units, mean_gap: float) -> tuple[float, flo
     count = units.num_elements * units.num_terms
     error = _NOISE_ERRORS / math.sqrt(count)
     tails = math.sqrt(24) * error  # the variance of the fourth Hermite polynomial is 4!
+    square = mean_gap * mean_gap  # infinite for the largest floats, where a power would raise an error
     # What equal or similar differences of the step means of all terms would add.
     ranges = {
         "noise_std": (1 - error / math.sqrt(2), 1 + error / math.sqrt(2)),
         "noise_mean": (-error - mean_gap, error + mean_gap),
-        "noise_tails": (-tails, tails * skew(count) + _TAILS_OF_GAP * mean_gap**4),
-        "noise_shared": (-math.inf, shared + units.num_terms * mean_gap**2),
+        "noise_tails": (-tails, tails * skew(count) + _TAILS_OF_GAP * square * square),
+        "noise_shared": (-math.inf, shared + units.num_terms * square),
     }
     return ranges[rule.name]
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flowcorr.instruments.limits import Units, healthy_range, mean_gap_of, serious_limit, skew
+from flowcorr.instruments.limits import Units, healthy_range, limits_of, mean_gap_of, serious_limit, skew
 
 
 def test_a_metric_without_a_rule_has_no_limits():
@@ -42,6 +42,12 @@ def test_the_gap_of_step_means_is_bounded_by_their_log_ratios(gap):
     metrics = {"rollout_corr/logprob_abs_diff_mean": float(delta.abs().mean())}
     assert mean_gap_of(metrics, Units(num_elements=elements)) >= 0.99 * gap
     assert mean_gap_of(metrics, Units()) == mean_gap_of({}, Units(num_elements=elements)) == math.inf
+
+
+def test_a_gap_of_the_largest_numbers_bounds_no_noise():
+    units = Units(num_elements=512)
+    rule = units.rule_of("rollout/noise_tails")
+    assert limits_of(rule, units, mean_gap=1e150)[1] == math.inf
 
 
 def test_fourth_moments_are_skewed_less_the_more_elements_there_are():

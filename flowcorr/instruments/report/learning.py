@@ -64,7 +64,7 @@ def _judged(run: Run) -> tuple[Change, str, dict[str, Any]]:
 
 def _standard_error(record: Mapping[str, Any]) -> float | None:
     """The standard error of an evaluation's mean score; None where its spread or its images were not logged."""
-    if record.get(_SPREAD) is None or not record.get(_SCORED):
+    if record.get(_SPREAD) is None or (record.get(_SCORED) or 0) <= 0:
         return None
     return float(record[_SPREAD]) / math.sqrt(record[_SCORED])
 

@@ -55,6 +55,10 @@ def test_without_a_standard_error_nothing_is_claimed(lost):
     assert learning_of(run_of(*records)).numbers["change"] == "unknown"
 
 
+def test_a_number_of_images_that_cannot_be_gives_no_standard_error():
+    assert learning_of(run_of(evaluated(0, 0.1), evaluated(9, 0.9, images=-1))).numbers["change"] == "unknown"
+
+
 def test_a_constant_reward_teaches_nothing():
     steps = [{"step": step, "reward/mean": 0.25, "reward/std": 0.0} for step in (1, 2, 3)]
     found = learning_of(run_of(evaluated(0, 0.25, 0.0), *steps))
