@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +95,7 @@ class Chart:
 
     def svg(self) -> Markup:
         """The chart alone."""
-        with matplotlib.rc_context(_STYLE | {"svg.hashsalt": self.name}):
+        with _drawing({"svg.hashsalt": self.name}):
             canvas, buffer = FigureCanvasSVG(self._figure(self.height)), io.StringIO()
             # matplotlib would write the time and its address into an SVG.
             canvas.print_svg(buffer, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
@@ -103,7 +105,7 @@ class Chart:
         """The chart for a slide, with its title and caption, and `note` below them."""
         caption = "; ".join(filter(None, (self.caption, self.metric)))
         caption = "\n".join(textwrap.fill(text, _CAPTION_COLUMNS) for text in (caption, note) if text)
-        with matplotlib.rc_context(_STYLE):
+        with _drawing({}):
             figure = self._figure(self.height + 30 + 15 * len(caption.splitlines()))
             title = textwrap.fill(self.title, _CAPTION_COLUMNS)
             figure.suptitle(title, x=0.02, ha="left", fontsize=12, fontweight="bold")
@@ -117,6 +119,17 @@ class Chart:
         figure = Figure(figsize=(WIDTH / _POINTS, height / _POINTS), dpi=_PNG_SCALE * _POINTS)
         self.draw(figure)
         return figure
+
+
+@contextlib.contextmanager
+def _drawing(style: dict[str, Any]) -> Iterator[None]:
+    """The look of every chart, without a warning at each letter of a run's name that the font lacks.
+
+    A page shows such a letter in its own font; a PNG has a box in its place.
+    """
+    with matplotlib.rc_context(_STYLE | style), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        yield
 
 
 def number(value: float) -> str:

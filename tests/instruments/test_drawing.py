@@ -30,6 +30,13 @@ def test_svg_is_small_plain_and_escaped(evil):
     assert len(svg) < 20_000
 
 
+def test_a_letter_that_the_font_lacks_warns_of_nothing():
+    """Warnings are errors here."""
+    chart = chart_of("\u5b9e\u9a8c")
+    assert "\u5b9e\u9a8c" in chart.svg()
+    assert chart.png()
+
+
 def test_the_same_chart_is_the_same_text():
     assert chart_of("a").svg() == chart_of("a").svg()
 
