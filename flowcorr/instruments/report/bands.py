@@ -9,7 +9,7 @@ from functools import partial
 from flowcorr.instruments.drawing import PALETTE, Chart
 from flowcorr.instruments.plots import BandPoint, Curve, draw_curves
 from flowcorr.instruments.report.runs import Group
-from flowcorr.instruments.thinning import rows_text, spread_out, steps_a_point
+from flowcorr.instruments.thinning import MAX_POINTS, rows_text, spread_out
 
 MAX_BANDS = len(PALETTE)  # of a chart
 _CAPTION = (
@@ -56,4 +56,4 @@ def _band(group: Group, step: int, mode: str) -> list[BandPoint]:
     for at, high in group.means(prefix + "high"):
         below = low.get(at, high)
         points.append((at, (below + high) / 2, below, high))
-    return points[:: steps_a_point(len(points))]
+    return spread_out(points, MAX_POINTS)

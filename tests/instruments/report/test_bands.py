@@ -5,6 +5,7 @@ from matplotlib.figure import Figure
 
 from flowcorr.instruments.report.bands import MAX_BANDS, band_charts
 from flowcorr.instruments.report.runs import group_by_seed, read_run
+from flowcorr.instruments.thinning import MAX_POINTS
 
 
 def add(folder, **metrics):
@@ -58,3 +59,10 @@ def test_of_many_steps_some_are_drawn_and_their_number_is_told(tmp_path):
     drawn = [curve.mark for curve in chart.draw.keywords["curves"]]
     assert (len(drawn), drawn[0], drawn[-1]) == (MAX_BANDS, "step 0", "step 11")
     assert f"{MAX_BANDS} of 12 steps" in chart.caption
+
+
+def test_the_band_of_a_long_run_ends_at_its_last_step(tmp_path):
+    folder = write_run(tmp_path / "run", steps=2 * MAX_POINTS)
+    add(folder, rollout_corr__step_0__rollout_rs_token_k1_threshold_high=lambda step: 1 + step / 1000)
+    (curve,) = charts_of(folder)[0].draw.keywords["curves"]
+    assert (curve.band[0][0], curve.band[-1][:2], len(curve.band)) == (1, (2 * MAX_POINTS, 1.4), MAX_POINTS)
