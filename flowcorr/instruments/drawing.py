@@ -18,7 +18,7 @@ from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import Formatter, MaxNLocator, NullFormatter
 
 PALETTE = ("#2563eb", "#d9730d", "#138a5b", "#9333ea", "#c02650", "#0e8aa8", "#7a6a00", "#64748b")
 BLUE = PALETTE[0]
@@ -140,12 +140,28 @@ def number(value: float) -> str:
     return f"{mantissa}e{int(power)}" if power else mantissa
 
 
+def numbers(values: Sequence[float]) -> list[str]:
+    """Numbers in few characters, and in more where two would read alike: `100100`, not `1e5`."""
+    texts = list(map(number, values))
+    return texts if len(set(texts)) == len(texts) else [f"{value:.10g}" for value in values]
+
+
+class _Numbers(Formatter):
+    """Writes the numbers at an axis."""
+
+    def __call__(self, value: float, pos: int | None = None) -> str:
+        return number(value)
+
+    def format_ticks(self, values: Sequence[float]) -> list[str]:
+        return numbers(values)
+
+
 def style_axis(axis: Axis, ticks: int = 4, *, whole: bool = False) -> None:
-    """At most so many ticks at round, or even whole, numbers that are written by `number`."""
+    """At most so many ticks at round, or even whole, numbers that are written by `numbers`."""
     if axis.get_scale() == "linear":
         least = 1 if whole else 2  # with two, a single training step would stand between fractions
         axis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 2.5, 5, 10], integer=whole, min_n_ticks=least))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+    axis.set_major_formatter(_Numbers())
     axis.set_minor_formatter(NullFormatter())
 
 

@@ -21,6 +21,7 @@ from flowcorr.instruments.drawing import (
     SOFT,
     label_lines,
     number,
+    numbers,
     style_axis,
 )
 
@@ -125,7 +126,7 @@ def draw_heat_map(
     for edge in range(1, len(rows)):
         axes.axhline(edge - 0.5, color="white", linewidth=2)
     places = range(0, len(columns), math.ceil(len(columns) / 5))
-    axes.set_xticks(places, [number(columns[place]) for place in places])
+    axes.set_xticks(places, numbers([columns[place] for place in places]))
     axes.spines["bottom"].set_visible(False)
     if low < high:
         bar = figure.colorbar(picture, ax=axes, fraction=0.05, pad=0.02)

@@ -48,6 +48,19 @@ def test_training_steps_are_whole_numbers(steps, ticks):
     assert [tick for tick in axes.get_xticks() if low <= tick <= high] == ticks
 
 
+def test_no_two_numbers_at_an_axis_read_alike():
+    lines, squares = Figure(), Figure()
+    values = [(100_000 + 100 * place, 1 + 1e-6 * place) for place in range(5)]
+    draw_curves(lines, [Curve(mark="", colour="k", band=[(step, at, at, at) for step, at in values])])
+    draw_heat_map(
+        squares, ["a"], [step for step, _ in values], {("a", step): 1.0 for step, _ in values}, (0.1, 1.0)
+    )
+    for axis in (lines.axes[0].xaxis, lines.axes[0].yaxis, squares.axes[0].xaxis):
+        texts = [label.get_text() for label in axis.get_ticklabels()]
+        assert len(set(texts)) == len(texts) > 3
+    assert "1.000002" in [label.get_text() for label in lines.axes[0].get_yticklabels()]
+
+
 @pytest.mark.parametrize("cells", [{("a", 1): 0.0}, {("a", 1): 2.0}, {("a", 1): 0.0, ("b", 2): 1e-6}])
 @pytest.mark.parametrize("scale", [(5e-7, 0.0), (5e-7, 2.0)])
 def test_heat_maps_of_few_values(cells, scale):
