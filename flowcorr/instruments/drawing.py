@@ -183,15 +183,17 @@ def label_lines(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     gap = min(0.085, 1 / max(len(ends), 1))  # a line of text, as a share of the axes' height
     to_axes = axes.transScale + axes.transLimits
     places = [float(to_axes.transform((1.0, value))[1]) for value, _, _ in ends]
-    below = -gap
+    below, above = -gap, 1.0 + gap
     moved = dict.fromkeys(range(len(ends)), 0.0)
-    for index in sorted(moved, key=places.__getitem__):
+    rising = sorted(moved, key=places.__getitem__)
+    for index in rising:
         below = moved[index] = max(places[index], below + gap)
-    excess = max(0.0, below - 1.0)
+    for index in reversed(rising):  # back into the picture, without those that have room
+        above = moved[index] = min(moved[index], above - gap)
     for index, (_, name, colour) in enumerate(ends):
         axes.annotate(
             name,
-            (1, moved[index] - excess),
+            (1, moved[index]),
             xycoords="axes fraction",
             color=colour,
             annotation_clip=False,

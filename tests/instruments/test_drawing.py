@@ -80,3 +80,14 @@ def test_names_of_lines_do_not_cover_each_other():
     heights = sorted(places.values())
     assert all(high - low > 0.08 for low, high in itertools.pairwise(heights))
     assert abs(places["c"] - 0.2) < 0.1
+
+
+def test_a_line_far_from_a_crowd_keeps_its_name_beside_it():
+    axes = Figure().subplots()
+    axes.set_ylim(0, 1)
+    label_lines(axes, [*((0.93, f"seed {place}", "k") for place in range(8)), (0.05, "failed", "k")])
+    places = {text.get_text(): text.xy[1] for text in axes.texts}
+    assert places["failed"] == pytest.approx(0.05)
+    crowd = sorted(place for name, place in places.items() if name != "failed")
+    assert all(high - low > 0.08 for low, high in itertools.pairwise(crowd))
+    assert crowd[-1] <= 1
