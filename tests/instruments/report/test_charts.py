@@ -135,6 +135,14 @@ def test_seconds_have_no_exponent(tmp_path):
     assert "2000 s" in chart.caption
 
 
+def test_whole_numbers_of_any_size_are_drawn(tmp_path):
+    folder = write_run(tmp_path / "a", steps=0)
+    (folder / "metrics.jsonl").write_text(
+        json.dumps({"step": 1, "timing/step": 10**30, "timing/update": 10**30})
+    )
+    assert [label.get_text() for label in drawn(charts_of(folder)["time_0"]).get_yticklabels()] == ["update"]
+
+
 def test_of_many_metrics_and_steps_some_are_drawn(tmp_path):
     """A stranger's file may name thousands, each with a chart or a row that takes its time."""
     folder = write_run(tmp_path / "a")
