@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import logging
 import os
 import shlex
@@ -32,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     try:
         try:
-            return _run(sys.argv[1:] if argv is None else argv)
+            # Where standard error is closed, `print` would write its messages among the results.
+            with contextlib.redirect_stderr(sys.stderr or io.StringIO()):
+                return _run(sys.argv[1:] if argv is None else argv)
         finally:
             if sys.stdout is not None:  # None where it was closed before the start
                 sys.stdout.flush()  # here, as Python at its exit would print an error of its own

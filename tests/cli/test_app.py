@@ -1,6 +1,7 @@
 import contextlib
 import io
 import os
+import shlex
 import subprocess
 import sys
 
@@ -153,6 +154,13 @@ def test_warnings_are_one_line(tmp_path):
     assert done.stderr.startswith("flowcorr: warning: ")
     assert done.stderr.index("sampling.true_cfg_scale=4.0") < done.stderr.index("sampling.guidance_scale\n")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_closed_standard_error_leaves_results_as_they_are():
+    script = f"{shlex.quote(sys.executable)} -m flowcorr config tiny_ocr_lora sampling.true_cfg_scale=4 2>&-"
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
+    assert "warning" not in done.stdout
+    assert done.stdout.startswith("model:\n")
 
 
 def test_version(capsys):
