@@ -35,6 +35,7 @@ _REQUIRED_METADATA = ("step", "mode", "loss_mode")
 _MODES = ("decoupled", "bypass")
 _MAX_TEXT = 200
 _FLOAT32 = torch.finfo(torch.float32)
+_POSITIVE = f"a number above 0, at most {_FLOAT32.max:g}"
 
 
 def as_tensor(name: str, values: Array) -> Tensor:
@@ -163,7 +164,7 @@ def _is_clip_ratio(text: str) -> bool:
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _FLOAT32.max
 
 
 # By field: what is allowed, in words, and whether a text is that.
@@ -173,8 +174,8 @@ _METADATA: dict[str, tuple[str, Callable[[str], bool]]] = {
     "loss_mode": ("a name", _is_name),
     "num_elements": ("a whole number from 1, below 1e12", partial(_is_whole, low=1)),
     "version": ("a whole number below 1e12", partial(_is_whole, low=0)),
-    "clip_ratio": ("a number above 0, or a list of such numbers", _is_clip_ratio),
-    "adv_clip_max": ("a number above 0", lambda text: _is_positive(json_value(text))),
+    "clip_ratio": (f"{_POSITIVE}, or a list of such numbers", _is_clip_ratio),
+    "adv_clip_max": (_POSITIVE, lambda text: _is_positive(json_value(text))),
 }
 # By field: smallest and largest value, and which others there may be, as of a term that was left out.
 _RANGES: dict[str, tuple[float, float, Literal["", "nan", "not finite"]]] = {

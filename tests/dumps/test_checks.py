@@ -54,7 +54,7 @@ def test_a_good_file_is_read(tmp_path):
         ({"num_elements": "٣"}, "num_elements='٣'"),
         (
             {"clip_ratio": "small"},
-            "clip_ratio='small' must be a number above 0, or a list of such numbers",
+            "clip_ratio='small' must be a number above 0, at most 3.40282e+38, or a list of such numbers",
         ),
         ({"clip_ratio": '{"low": 1}'}, "clip_ratio='{\"low\": 1}'"),
         ({"clip_ratio": "[]"}, "clip_ratio='[]'"),
@@ -63,11 +63,14 @@ def test_a_good_file_is_read(tmp_path):
         ({"clip_ratio": "-0.1"}, "clip_ratio='-0.1'"),
         ({"clip_ratio": "NaN"}, "clip_ratio='NaN'"),
         ({"clip_ratio": "1e400"}, "clip_ratio='1e400'"),
+        ({"clip_ratio": "1e39"}, "clip_ratio='1e39'"),
+        ({"clip_ratio": "1" * 400}, "clip_ratio='111"),
         ({"clip_ratio": "1" * 5000}, "clip_ratio='111"),
         ({"clip_ratio": "[" * 10**5}, "clip_ratio='[[["),
         ({"clip_ratio": "[" * 2**15 + "]" * 2**15}, "clip_ratio='[[["),
         ({"adv_clip_max": "much"}, "adv_clip_max='much' must be a number above 0"),
         ({"adv_clip_max": "0"}, "adv_clip_max='0'"),
+        ({"adv_clip_max": "1e300"}, "adv_clip_max='1e300'"),
         ({"adv_clip_max": "[5.0]"}, "adv_clip_max='[5.0]'"),
     ],
 )
