@@ -129,6 +129,11 @@ def _of_another_trainer(
         notes.append(
             f"the files differ in loss_mode, clip_ratio or adv_clip_max: judged by those of {first.path.name}"
         )
+    if len({file.last_index is None for file in found}) > 1:
+        notes.append(
+            "some files lack step_indices, so that their steps are counted within the window, and stand beside other "
+            "steps of the schedule: dump step_indices in each, or delete these files"
+        )
     actor, left_out = _loss_of(first, allowed)
     notes += run_config.notes(left_out)
     if resolve_loss(actor).needs_kl:

@@ -87,6 +87,15 @@ def test_a_metric_that_overflows_is_not_logged(tmp_path):
     assert first["reward/mean"] is None
 
 
+def test_files_with_and_without_step_indices_are_told_apart(tmp_path):
+    draw_steps(tmp_path)
+    assert not any("some files lack step_indices" in note for note in read_dumped(tmp_path).notes)
+    draw_steps(tmp_path, steps=2, without=("step_indices", "sigmas"))
+    run = read_dumped(tmp_path)
+    assert sum("some files lack step_indices" in note for note in run.notes) == 1
+    assert ["rollout_corr/step_0/kl" in record for record in records(run)] == [True, True, False]
+
+
 def test_in_bypass_the_drift_is_that_of_the_current_policy(tmp_path):
     run = read_dumped(draw_steps(tmp_path, without=("old_log_probs",), clip_ratio=[1e-4] * 4))
     assert run.setting.correction.bypass_mode
