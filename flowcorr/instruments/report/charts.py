@@ -204,7 +204,14 @@ def _curves(
 
 
 def _named(charts: Iterable[Chart]) -> dict[str, Chart]:
-    return {chart.name: chart for chart in charts}
+    """The charts by name; `reward/a/b` and `reward/a_b` would share one."""
+    found: dict[str, Chart] = {}
+    for chart in charts:
+        name = chart.name
+        while name in found:
+            name += "_"
+        found[name] = replace(chart, name=name)
+    return found
 
 
 def _curve(groups: Sequence[Group], metric: str, title: str, unit: str, *, zoom: bool) -> Chart | None:

@@ -143,6 +143,14 @@ def test_whole_numbers_of_any_size_are_drawn(tmp_path):
     assert [label.get_text() for label in drawn(charts_of(folder)["time_0"]).get_yticklabels()] == ["update"]
 
 
+def test_metrics_whose_files_would_share_a_name_are_all_drawn(tmp_path):
+    folder = write_run(tmp_path / "a", steps=0)
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward/a/b": 0.1, "reward/a_b": 0.2}))
+    found = charts_of(folder)
+    assert [found[name].metric for name in ("reward_a_b", "reward_a_b_")] == ["reward/a/b", "reward/a_b"]
+    assert found["reward_a_b"].name != found["reward_a_b_"].name
+
+
 def test_of_many_metrics_and_steps_some_are_drawn(tmp_path):
     """A stranger's file may name thousands, each with a chart or a row that takes its time."""
     folder = write_run(tmp_path / "a")
