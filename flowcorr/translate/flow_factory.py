@@ -134,7 +134,18 @@ ROWS = (
     Row("model.model_type", "model.family", there.family),
     Row(("mixed_precision", "model.master_weight_dtype"), "model.dtype", there.weights_dtype),
     Row("model.attn_backend", "model.attention"),
-    Row((), "model.max_sequence_length", there.tokens),
+    Row(
+        (),
+        "model.max_sequence_length",
+        there.tokens,
+        when=lambda get: not there.reads(get, "train.max_sequence_length"),
+    ),
+    Row(
+        "train.max_sequence_length",
+        "model.max_sequence_length",
+        there.tokens,
+        when=lambda get: there.reads(get, "train.max_sequence_length"),
+    ),
     Row(
         ("model.lora_rank", "model.finetune_type"),
         "model.lora.rank",
@@ -189,6 +200,12 @@ ROWS = (
     Row((), "sampling.sde_window_layout", lambda get: "scattered", "any of the steps", when=there.draws),
     _guidance("guidance_scale"),
     _guidance("true_cfg_scale"),
+    Row(
+        "train.negative_prompt",
+        "sampling.negative_prompt",
+        lambda get: get("train.negative_prompt", str | None),
+        when=lambda get: there.reads(get, "train.negative_prompt") and there.guidance(get) > 1,
+    ),
     Row(("train.resolution", "train.height"), "sampling.height", lambda get: there.size(get, "train", 0)),
     Row("train.resolution", "sampling.width", lambda get: there.size(get, "train", 1)),
     Row("mixed_precision", "rollout.dtype", lambda get: dtype_of(get, "mixed_precision")),
@@ -297,19 +314,15 @@ LEFT = (
     Left("scheduler.seed", "windows are drawn from trainer.seed", (42,)),
     Left("data.max_dataset_size", "shorten the file of prompts"),
     Left("eval.guidance_scale", "evaluations use the guidance of sampling"),
+    Left("eval.negative_prompt", "evaluations use the negative prompt of sampling"),
     Left("train.latent_storage_dtype", "latents are stored in float32", ("float32", "fp32")),
     Left("config_file", "how it shards; see actor.fsdp"),
 )
 APART = (
+    *("data.*", "log.*", "model.*", "*.condition_image_size", "eval.per_device_batch_size", "eval.seed"),
     *(
-        "eval.*",
-        "data.*",
-        "log.*",
-        "model.*",
-        "train.width",
-        "train.ref_param_device",
-        "train.*condition*",
-        "train.*",
+        f"train.{key}"
+        for key in ("ref_param_device", "ema_device", "offload_samples_to_cpu", "num_batches_per_epoch")
     ),
     *(
         "launcher",

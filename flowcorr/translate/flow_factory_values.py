@@ -46,6 +46,8 @@ ABSENT: dict[str, Any] = {
     "train.unique_sample_num_per_epoch": 8,
     "train.num_inference_steps": 10,
     "train.guidance_scale": 3.5,
+    "train.negative_prompt": None,
+    "train.max_sequence_length": None,
     "train.seed": 42,
     "train.learning_rate": 1e-5,
     "train.adam_weight_decay": 1e-4,
@@ -75,6 +77,8 @@ ABSENT: dict[str, Any] = {
     "logging_backend": None,
 }
 """The values of keys that a file may lack, in Flow-Factory since February 2026."""
+TEXT_KEYS = ("train.negative_prompt", "train.max_sequence_length")
+"""Keys that it declares nowhere, and hands on to the function that encodes the prompts."""
 REQUIRED = (
     "model.model_name_or_path",
     "model.model_type",
@@ -94,17 +98,19 @@ class _Model:
         family: the name of its family here.
         attention, others: those layers of `target_modules: default` that its transformer has.
         tokens: of its long text encoder.
+        reads: those keys of `TEXT_KEYS` that the function which encodes its prompts takes.
     """
 
     family: str
     attention: tuple[str, ...] = JOINT_ATTENTION
     others: tuple[str, ...] = ()
     tokens: int = 512
+    reads: tuple[str, ...] = TEXT_KEYS
 
 
 MODELS = {
-    "sd3-5": _Model(family="sd3", tokens=256),
-    "flux1": _Model(family="flux", others=JOINT_FEED_FORWARD),
+    "sd3-5": _Model(family="sd3", tokens=256, reads=("train.negative_prompt",)),
+    "flux1": _Model(family="flux", others=JOINT_FEED_FORWARD, reads=()),
     "flux2-klein": _Model(
         family="flux2_klein",
         others=(
@@ -160,9 +166,16 @@ def targets(get: Given) -> list[str] | None:
     return given if isinstance(given, list) else [given]
 
 
+def reads(get: Given, key: str) -> bool:
+    """Whether the model's prompts are encoded with this key of `TEXT_KEYS`."""
+    return key in _model(get).reads
+
+
 def tokens(get: Given) -> int:
     """Tokens of the long text encoder."""
-    return _model(get).tokens
+    key = "train.max_sequence_length"
+    given = get(key, int | None) if reads(get, key) else None
+    return _model(get).tokens if given is None else given
 
 
 def sigmas_note(get: Given) -> str:

@@ -111,6 +111,42 @@ def test_a_width_without_effect_is_named(factory):
     assert "width of the resolution, whatever it says):\n#   eval.width=256\n#   train.width=1024\n" in text
 
 
+@pytest.mark.parametrize(
+    ("model", "negative", "tokens"),
+    [
+        (("stabilityai/stable-diffusion-3.5-medium", "sd3-5"), "blurry", 256),
+        (("black-forest-labs/FLUX.1-dev", "flux1"), "", 512),
+        (("black-forest-labs/FLUX.2-klein-base-4B", "flux2-klein"), "blurry", 128),
+        (("Qwen/Qwen-Image", "qwen-image"), "blurry", 128),
+        (("Tongyi-MAI/Z-Image", "z-image"), "blurry", 128),
+    ],
+)
+def test_keys_that_it_hands_on_to_the_text_encoder_are_carried_over_where_it_takes_them(
+    factory, model, negative, tokens
+):
+    path, kind = model
+    keys = {"train__negative_prompt": "blurry", "train__max_sequence_length": 128}
+    found, text = factory(model__model_name_or_path=path, model__model_type=kind, **keys)
+    assert (found.sampling.negative_prompt, found.model.max_sequence_length) == (negative, tokens)
+    assert "unknown to flowcorr translate" not in text
+    without, _ = factory(model__model_name_or_path=path, model__model_type=kind)
+    assert without.sampling.negative_prompt == ""
+    assert without.model.max_sequence_length == {"sd3-5": 256, "qwen-image": 1024}.get(kind, 512)
+
+
+def test_a_negative_prompt_without_guidance_is_left_out(factory):
+    found, _ = factory(train__negative_prompt="blurry", train__guidance_scale=1.0)
+    assert found.sampling.negative_prompt == ""
+
+
+def test_keys_that_its_pipelines_may_take_are_named(factory):
+    _, text = factory(train__joint_attention_kwargs={"scale": 0.5}, eval__true_cfg_scale=4.0)
+    assert (
+        "(unknown to flowcorr translate):\n#   eval.true_cfg_scale=4.0\n#   train.joint_attention_kwargs.scale=0.5\n"
+        in text
+    )
+
+
 def test_a_tracker_that_flowcorr_lacks_is_named(factory):
     assert (
         "trackers: []  # log.logging_backend (without trackio)\n"
