@@ -161,11 +161,18 @@ class _Rank:
             + moments
             + traces.decoder.weights
             + sum(reward.weights for reward in (*traces.rewards, *traces.gold))
-            + (0 if config.actor.ema is None else trained)
+            + (0 if config.actor.ema is None else self._averaged)
             + trained * versions  # the engine's history
             + (training.transformer if config.actor.kl_coef and not config.model.lora.rank else 0)
             + (self._engine_weights if copied else 0)
         )
+
+    @property
+    def _averaged(self) -> float:
+        """Bytes of the average of the trained weights, which is in float32 whatever their dtype."""
+        model = self.config.model
+        dtype = model.lora.dtype if model.lora.rank else model.dtype
+        return self.training.gradients * 4 / DTYPES[dtype].itemsize
 
     @property
     def _engine_weights(self) -> float:

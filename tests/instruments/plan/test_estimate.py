@@ -107,6 +107,19 @@ def transformer_bytes():
     return sum(parameter.nbytes for parameter in load_family(ModelConfig()).transformer.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:model")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rank", [0, 16])
+def test_an_average_is_kept_in_float32(rank, dtype):
+    dtypes = [f"{key}={dtype}" for key in ("model.dtype", "model.lora.dtype", "rollout.dtype")]
+    run = (f"model.lora.rank={rank}", *dtypes)
+    without, averaged = (plan(*run, *more).memory for more in ((), ("actor.ema=0.9",)))
+    trained = without.phases["sync"] - without.phases["reward"]  # as many bytes as the gradients
+    bytes_a_weight = {"float32": 4, "bfloat16": 2}[dtype]
+    added = averaged.phases["reward"] - without.phases["reward"]
+    assert added == pytest.approx(4 * trained / bytes_a_weight)
+
+
 def test_a_ray_worker_that_samples_ahead_holds_the_transformer_twice():
     worker, ahead = (
         plan("rollout.placement=ray", f"rollout.max_staleness={steps}").memory for steps in (0, 1)
