@@ -31,6 +31,7 @@ QUANTIZED_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 0.5}
 HALF = ("bfloat16", "float16")
 OFFLOAD, SLEEP = "model.offload_text_encoders=true", "rollout.engine.enable_sleep_mode=true"
 FP8, IN_8_BITS = "rollout.engine.quantization=fp8", "actor.optimizer=adamw_8bit"
+ON_TRAINED = "trainer.eval_on=trained"
 
 
 def make_plan(config: Config, *, gpu: Gpu, ranks: int = 1, title: str = "") -> Plan:
@@ -133,6 +134,7 @@ class _Rank:
             "recompute": idle + training.gathered_forward + training.recompute.peak,
             "update": max(in_pass + a_sample * traces.micro_batch, fixed + step),
             "sync": idle + training.gradients + merged,
+            "evaluate": resident + self._evaluation_peak(),
         }
         sampling = self._sampling_peak()
         if not self.own_engine:
@@ -166,6 +168,17 @@ class _Rank:
             + (training.transformer if config.actor.kl_coef and not config.model.lora.rank else 0)
             + (self._engine_weights if copied else 0)
         )
+
+    def _evaluation_peak(self) -> float:
+        """Bytes of an evaluation, which the trainer samples by itself, beside those that it holds at all times."""
+        config, training, traces = self.config, self.training, self.traces
+        rows = min(config.rollout.evaluation_batch_size, math.ceil(traces.num_heldout / self.ranks))
+        sampling = training.gathered_forward + traces.evaluation.peak * rows / self._rows_traced
+        # The average takes the place of the trained weights, which are kept meanwhile.
+        kept = 0.0 if config.actor.ema is None else training.gradients
+        if config.trainer.eval_on == "both":
+            kept += training.numbers * DTYPES[config.model.dtype].itemsize + training.adapter
+        return kept + max(sampling, traces.evaluation_decoder.work.peak)
 
     @property
     def _averaged(self) -> float:
@@ -345,6 +358,8 @@ class _Rank:
         config, found = self.config, {}
         if not config.model.lora.rank and config.actor.optimizer == "adamw":
             found[IN_8_BITS] = replace(config, actor=replace(config.actor, optimizer="adamw_8bit"))
+        if config.trainer.eval_on == "both":
+            found[ON_TRAINED] = replace(config, trainer=replace(config.trainer, eval_on="trained"))
         if not config.model.offload_text_encoders:
             found[OFFLOAD] = replace(config, model=replace(config.model, offload_text_encoders=True))
         return {keys: _Rank(self.traces, changed, self.ranks) for keys, changed in found.items()}

@@ -59,7 +59,7 @@ def _phases(made: Plan) -> Table:
     engine = {"sample": memory.engine, "decode": memory.engine} if memory.engine else {}
     peaks = {**memory.phases, **engine, "reward model": memory.phases["reward"]}
     rows: list[tuple[str, str, float | None, float | None]] = [
-        (name, "trainer", peaks[name], 0.0) for name in ("load", "encode") if name in peaks
+        (name, "trainer", peaks[name], 0.0) for name in ("load", "encode", "evaluate") if name in peaks
     ]
     rows += [(phase.name, phase.where, peaks.get(phase.name), phase.seconds) for phase in made.phases]
     rows.append(("step", "", None, made.seconds()))
@@ -91,13 +91,18 @@ def _trainer(made: Plan) -> Finding:
     if not made.fits(peak):
         close = peak <= made.gpu.memory
         level, fits = ("warning", "may not fit") if close else ("serious", "does not fit")
-    remedy, keys = _less_memory(made)
+    remedy, keys = _less_memory(made, highest)
     sentence = f"{fits} {card}: {size}"
     return Finding(level=level, cause="trainer_memory", sentence=sentence, remedy=remedy, keys=keys)
 
 
-def _less_memory(made: Plan) -> tuple[str, str]:
-    """The remedy by which the trainer fits, and its keys; empty if it fits, or fits with a smaller micro-batch."""
+def _less_memory(made: Plan, highest: str) -> tuple[str, str]:
+    """The remedy by which the trainer fits, and its keys; empty if it fits, or fits with a smaller micro-batch.
+
+    Args:
+        made: the plan.
+        highest: the phase of the trainer's peak.
+    """
     if made.fits(made.memory.trainer):
         return "", ""
     for overrides, memory in made.changes.items():
@@ -109,7 +114,8 @@ def _less_memory(made: Plan) -> tuple[str, str]:
                 )
     if made.fits(made.memory.with_one_sample):
         return "", ""
-    ways = ", ".join(("a GPU with more memory", *made.other_changes))
+    smaller = ("a smaller rollout.batch_size",) if highest in ("sample", "evaluate") else ()
+    ways = ", ".join(("a GPU with more memory", *smaller, *made.other_changes))
     return f"use {ways}, or fewer images a step", ""
 
 

@@ -40,6 +40,9 @@ class Traces:
         sampling: a forward pass of the rollout engine, on all SDE steps of one micro-batch.
         text: the text encoders, by `model.offload_text_encoders`.
         decoder: the VAE's decoder.
+        evaluation: a forward pass of the trained transformer at an evaluation's size, as `sampling`.
+        evaluation_decoder: the VAE's decoder in the trainer, at that size.
+        num_heldout: prompts of an evaluation.
         rewards: the models on the trainer's GPU that score each training step.
         gold: those that only evaluations score with.
         quantizable: whether vllm-omni can quantize the transformer.
@@ -51,6 +54,9 @@ class Traces:
     sampling: Work
     text: Mapping[bool, Component]
     decoder: Component
+    evaluation: Work
+    evaluation_decoder: Component
+    num_heldout: int
     rewards: Sequence[Component]
     gold: Sequence[Component]
     quantizable: bool
@@ -82,16 +88,33 @@ def trace(config: Config, ranks: int = 1) -> Traces:
     reward = config.reward
     in_trainer = () if reward.placement == "ray" else reward.step_terms
     training, sampling = _transformer(computed(config, ranks), architecture)
+    evaluated = _evaluated(config)
+    alike = evaluated.sampling == config.sampling
+    images = min(config.rollout.evaluation_batch_size, -(-len(data.heldout) // ranks))
     return Traces(
         training=training,
         micro_batch=passes_of(one_optimizer_step(config)).samples,
         sampling=sampling,
         text=trace_text_encoders(config, architecture, encoded, prompts=min(len(texts), chunk)),
         decoder=trace_decoder(config, architecture, images=groups * config.rollout.n),
+        evaluation=training.recompute if alike else trace_pass(computed(evaluated, ranks), architecture).work,
+        evaluation_decoder=trace_decoder(evaluated, architecture, images=images),
+        num_heldout=len(data.heldout),
         rewards=_models(in_trainer),
         gold=_models(reward.evaluation_gold),
         quantizable=family.vllm_omni is None or family.vllm_omni.quantizes,
         text_fits=len(texts) * inputs.nbytes(DTYPES[config.model.dtype]) <= MAX_BYTES,
+    )
+
+
+def _evaluated(config: Config) -> Config:
+    """The config with images of an evaluation's size, which the trainer samples and decodes in its own dtype."""
+    sampling, trainer = config.sampling, config.trainer
+    height, width = trainer.eval_height or sampling.height, trainer.eval_width or sampling.width
+    return replace(
+        config,
+        sampling=replace(sampling, height=height, width=width),
+        rollout=replace(config.rollout, dtype=config.model.dtype),
     )
 
 

@@ -33,7 +33,7 @@ def test_a_plan_has_each_phase(tiny):
     names = [phase.name for phase in tiny.phases]
     assert names == ["sample", "decode", "reward jpeg_compressibility", "recompute", "update", "sync"]
     assert [*tiny.memory.phases] == [
-        "load", "encode", "reward", "recompute", "update", "sync", "sample", "decode",
+        "load", "encode", "reward", "recompute", "update", "sync", "evaluate", "sample", "decode",
     ]  # fmt: skip
     assert tiny.seconds() == pytest.approx(sum(phase.seconds or 0 for phase in tiny.phases))
 
@@ -118,6 +118,34 @@ def test_an_average_is_kept_in_float32(rank, dtype):
     bytes_a_weight = {"float32": 4, "bfloat16": 2}[dtype]
     added = averaged.phases["reward"] - without.phases["reward"]
     assert added == pytest.approx(4 * trained / bytes_a_weight)
+
+
+def test_an_evaluation_needs_more_with_more_or_larger_images():
+    two, four, eight = (plan(f"rollout.batch_size={size}").memory.phases for size in (2, 4, 8))
+    of_two = four["evaluate"] - two["evaluate"]
+    assert of_two > 0
+    assert eight["evaluate"] - four["evaluate"] == pytest.approx(2 * of_two, rel=0.05)
+    size = {"trainer.eval_height": 64, "trainer.eval_width": 128}  # twice those of the embedded model
+    larger = plan("rollout.batch_size=2", *(f"{key}={pixels}" for key, pixels in size.items())).memory.phases
+    assert larger["evaluate"] - two["evaluate"] == pytest.approx(3 * of_two, rel=0.2)
+    assert {**larger, "evaluate": 0} == {**two, "evaluate": 0}
+
+
+def test_an_evaluation_holds_the_weights_beside_their_average():
+    without, averaged = (plan(*more).memory.phases for more in ((), ("actor.ema=0.9",)))
+    added = {name: averaged[name] - without[name] for name in averaged}
+    assert added["evaluate"] == pytest.approx(2 * added["sample"])
+    assert added["sample"] > 0
+
+
+def test_an_evaluation_on_both_bases_holds_the_unquantized_one_too():
+    quantized, both = "model.quantization=int8", "trainer.eval_on=both"
+    alone, beside = plan(quantized), plan(quantized, both)
+    added = beside.memory.phases["evaluate"] - alone.memory.phases["evaluate"]
+    adapter = alone.memory.phases["sync"] - alone.memory.phases["reward"]  # as many bytes as its gradients
+    assert added == pytest.approx(transformer_bytes() + adapter, rel=0.03)
+    assert beside.changes["trainer.eval_on=trained"] == alone.memory
+    assert "trainer.eval_on=trained" not in alone.changes
 
 
 def test_a_ray_worker_that_samples_ahead_holds_the_transformer_twice():

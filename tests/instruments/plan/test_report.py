@@ -53,6 +53,14 @@ def test_a_change_that_helps_is_named(tiny):
     assert load("tiny_jpeg_lora", [OFFLOAD]).model.offload_text_encoders
 
 
+@pytest.mark.parametrize(("phase", "helps"), [("evaluate", True), ("sample", True), ("reward", False)])
+def test_a_smaller_batch_is_a_remedy_where_sampling_needs_the_most(tiny, phase, helps):
+    peaks = {**tiny.memory.phases, phase: 2 * tiny.memory.trainer}
+    made = replace(tiny, memory=replace(tiny.memory, phases=peaks))
+    found = on_gpu(made, 1.0, changes={}).findings[0]
+    assert ("rollout.batch_size" in found.remedy) is helps
+
+
 @pytest.mark.parametrize(
     ("engine", "shared", "changes", "levels", "keys"),
     [
