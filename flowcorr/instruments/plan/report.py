@@ -105,15 +105,15 @@ def _less_memory(made: Plan, highest: str) -> tuple[str, str]:
     """
     if made.fits(made.memory.trainer):
         return "", ""
-    for overrides, memory in made.changes.items():
-        with_one = f"{overrides} actor.micro_batch_size=1"
-        for ways, peak in ((overrides, memory.trainer), (with_one, memory.with_one_sample)):
-            if made.fits(peak):
-                return f"keep less on the GPU: the trainer then needs {gigabytes(peak)} and fits", keys_of(
-                    ways
-                )
-    if made.fits(made.memory.with_one_sample):
-        return "", ""
+    whole = {overrides: memory.trainer for overrides, memory in made.changes.items()}
+    remedy, keys = _first_that_fits(made, whole)
+    if remedy or made.fits(made.memory.with_one_sample):
+        return remedy, keys
+    one = "actor.micro_batch_size=1"
+    smallest = {f"{overrides} {one}": memory.with_one_sample for overrides, memory in made.changes.items()}
+    remedy, keys = _first_that_fits(made, smallest)
+    if remedy:
+        return remedy, keys
     smaller = ("a smaller rollout.batch_size",) if highest in ("sample", "evaluate") else ()
     ways = ", ".join(("a GPU with more memory", *smaller, *made.other_changes))
     return f"use {ways}, or fewer images a step", ""
@@ -164,7 +164,7 @@ def _first_that_fits(made: Plan, changes: Mapping[str, float]) -> tuple[str, str
     """The first of some changes whose peak fits, in words and as keys; empty if there is none."""
     for overrides, peak in changes.items():
         if made.fits(peak):
-            return f"let it keep less on the GPU: {gigabytes(peak)} then, which fits", keys_of(overrides)
+            return f"keep less on the GPU: {gigabytes(peak)} then, which fits", keys_of(overrides)
     return "", ""
 
 

@@ -8,6 +8,7 @@ import pytest
 from flowcorr.config import load
 from flowcorr.instruments.finding import as_overrides
 from flowcorr.instruments.page import as_json
+from flowcorr.instruments.plan.answers import MARGIN
 from flowcorr.instruments.plan.devices import GPUS
 from flowcorr.instruments.plan.estimate import FP8, OFFLOAD, plan_of
 from flowcorr.instruments.plan.report import report_of
@@ -51,6 +52,16 @@ def test_a_change_that_helps_is_named(tiny):
     found = on_gpu(tiny, 1.2 * peak, changes={OFFLOAD: less}).findings[0]
     assert as_overrides(found.keys) == OFFLOAD
     assert load("tiny_jpeg_lora", [OFFLOAD]).model.offload_text_encoders
+
+
+def test_no_key_is_needed_beside_a_smaller_micro_batch_that_fits(tiny):
+    update = tiny.memory.phases["update"]
+    other = max(peak for name, peak in tiny.memory.phases.items() if name != "update")
+    assert max(tiny.memory.with_one_sample, other) < 0.9 * update
+    same = {OFFLOAD: tiny.memory}
+    found = on_gpu(tiny, 0.9 * update * MARGIN, changes=same, largest_micro_batch=4)
+    assert found.findings[0].keys == ""
+    assert as_overrides(finding_of(found, "micro_batch").keys) == "actor.micro_batch_size=4"
 
 
 @pytest.mark.parametrize(("phase", "helps"), [("evaluate", True), ("sample", True), ("reward", False)])
