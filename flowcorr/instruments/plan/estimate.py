@@ -15,7 +15,7 @@ from flowcorr.errors import ConfigError
 from flowcorr.instruments.plan.answers import MARGIN, Memory, Phase, Plan
 from flowcorr.instruments.plan.devices import ADAPTED, COMPILED, DECODING, EAGER, LINK, Gpu, Speed
 from flowcorr.instruments.plan.sharding import sharded
-from flowcorr.instruments.plan.traces import Traces, engine_layers, trace, wraps_adapters
+from flowcorr.instruments.plan.traces import Traces, engine_layers, sampled_together, trace, wraps_adapters
 from flowcorr.instruments.plan.tracing import Work
 from flowcorr.instruments.plan.training import Training, one_optimizer_step
 from flowcorr.models import DTYPES
@@ -214,10 +214,7 @@ class _Rank:
     @property
     def _rows(self) -> int:
         """Images that the engine denoises together."""
-        rollout = self.config.rollout
-        rows = rollout.batch_size or (rollout.n if rollout.placement == "ray" else self.images)
-        limit = self.options.get("max_num_seqs")
-        return min(rows, self.images, limit if isinstance(limit, int) else rows)
+        return sampled_together(self.config, self.images)
 
     @property
     def _rows_traced(self) -> int:

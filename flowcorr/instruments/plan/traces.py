@@ -96,7 +96,9 @@ def trace(config: Config, ranks: int = 1) -> Traces:
         micro_batch=passes_of(one_optimizer_step(config)).samples,
         sampling=sampling,
         text=trace_text_encoders(config, architecture, encoded, prompts=min(len(texts), chunk)),
-        decoder=trace_decoder(config, architecture, images=groups * config.rollout.n),
+        decoder=trace_decoder(
+            config, architecture, images=sampled_together(config, groups * config.rollout.n)
+        ),
         evaluation=training.recompute if alike else trace_pass(computed(evaluated, ranks), architecture).work,
         evaluation_decoder=trace_decoder(evaluated, architecture, images=images),
         num_heldout=len(data.heldout),
@@ -120,6 +122,14 @@ def _evaluated(config: Config) -> Config:
 
 def _models(terms: Sequence[RewardTerm]) -> list[Component]:
     return [model for term in terms if (model := trace_clip(term)) is not None]
+
+
+def sampled_together(config: Config, images: int) -> int:
+    """Images, of so many of one rank, that the engine denoises in one pass, and then decodes."""
+    rollout = config.rollout
+    rows = rollout.batch_size or (rollout.n if rollout.placement == "ray" else images)
+    limit = rollout.engine.get("max_num_seqs")
+    return min(rows, images, limit if isinstance(limit, int) else rows)
 
 
 def engine_layers(config: Config) -> Layers:

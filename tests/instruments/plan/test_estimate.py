@@ -131,6 +131,16 @@ def test_an_evaluation_needs_more_with_more_or_larger_images():
     assert {**larger, "evaluate": 0} == {**two, "evaluate": 0}
 
 
+def test_no_more_images_are_decoded_together_than_are_sampled_together():
+    two, four, eight, all_of_them = (
+        plan(*more).memory.phases for more in (*((f"rollout.batch_size={size}",) for size in (2, 4, 8)), ())
+    )
+    of_two = four["decode"] - two["decode"]
+    assert of_two > 0
+    assert eight["decode"] - four["decode"] == pytest.approx(2 * of_two, rel=0.05)
+    assert all_of_them["decode"] - eight["decode"] == pytest.approx(4 * of_two, rel=0.05)  # 16 at most
+
+
 def test_an_evaluation_holds_the_weights_beside_their_average():
     without, averaged = (plan(*more).memory.phases for more in ((), ("actor.ema=0.9",)))
     added = {name: averaged[name] - without[name] for name in averaged}
