@@ -100,7 +100,8 @@ class _Rank:
         self.mini_batch = math.ceil(self.prompts / self.mini_batches) * config.rollout.n
         self.in_8_bits = config.actor.optimizer == "adamw_8bit"
         engine = resolve_engine(config.rollout.name)
-        self.own_engine = engine.own_processes or config.rollout.placement == "ray"
+        self.in_workers = config.rollout.placement == "ray"
+        self.own_engine = engine.own_processes or self.in_workers
         self.options = config.rollout.engine
         self.quantized = self.options.get("quantization") or self.options.get("quantization_config")
         self.sleeps = bool(self.options.get("enable_sleep_mode"))
@@ -133,7 +134,7 @@ class _Rank:
             "reward": idle + max((reward.work.peak for reward in rewards), default=0.0),
             "recompute": idle + training.gathered_forward + training.recompute.peak,
             "update": max(in_pass + a_sample * traces.micro_batch, fixed + step),
-            "sync": idle + training.gradients + merged,
+            "sync": idle + training.gradients + merged + (training.gradients if self.in_workers else 0),
             "evaluate": resident + self._evaluation_peak(),
         }
         sampling = self._sampling_peak()
@@ -157,7 +158,9 @@ class _Rank:
         config, training, traces = self.config, self.training, self.traces
         trained = training.gradients
         copied = not self.own_engine and needs_base(config, self.ranks)
-        versions = 0 if shares_weights(config, self.ranks) else config.rollout.staleness + 1
+        # Those of Ray's workers are in main memory.
+        local = not self.in_workers and not shares_weights(config, self.ranks)
+        versions = config.rollout.staleness + 1 if local else 0
         return (
             training.weights
             + moments
@@ -207,6 +210,10 @@ class _Rank:
         adapter = self.training.adapter / DTYPES[config.model.lora.dtype].itemsize
         held = self._engine_weights / self.options.get("tensor_parallel_size", 1)
         held += adapter * DTYPES[config.rollout.dtype].itemsize
+        if not resolve_engine(
+            config.rollout.name
+        ).own_processes:  # a Ray worker on a GPU keeps what it loaded last
+            held += self.training.gradients
         if needs_base(config):  # a Ray worker merges adapters into a copy of its model
             held += self.training.transformer
         return engine_peak(held, sampling, self.traces.decoder.weights, self.traces.decoder.work.peak)

@@ -165,6 +165,25 @@ def test_a_ray_worker_that_samples_ahead_holds_the_transformer_twice():
     assert ahead.engine - worker.engine == pytest.approx(transformer_bytes(), rel=0.05)  # it has buffers, too
 
 
+ALL_WEIGHTS = ("model.lora.rank=0", "rollout.placement=ray", "rollout.batch_size=12")
+
+
+def test_old_weights_of_ray_workers_take_main_memory_and_no_gpus():
+    fresh, stale = (plan(*ALL_WEIGHTS, f"rollout.staleness={age}").memory for age in (0, 2))
+    shared = plan("model.lora.rank=0", "rollout.batch_size=12").memory
+    assert fresh.phases["reward"] == stale.phases["reward"] == shared.phases["reward"]
+    assert (
+        stale.phases["sync"] - stale.phases["reward"] > 2 * transformer_bytes() * 0.99
+    )  # gradients, and a copy
+
+
+def test_a_ray_worker_keeps_the_trained_weights_that_it_loaded():
+    whole, adapted = (plan(*ALL_WEIGHTS[1:], f"model.lora.rank={rank}").memory for rank in (0, 16))
+    phases = plan().memory.phases
+    adapter = phases["sync"] - phases["reward"]  # as many bytes as its gradients
+    assert whole.engine - adapted.engine == pytest.approx(transformer_bytes() - 2 * adapter, rel=0.05)
+
+
 def test_a_quantized_base_needs_less_and_an_engine_of_its_own_none_the_less(tiny):
     quantized = plan("model.quantization=int8")
     saved = tiny.memory.phases["load"] - quantized.memory.phases["load"]
