@@ -186,8 +186,9 @@ def load_actor(
     family = build_family(architecture.shallow, config.model, tracer, dtype=DTYPES[config.model.dtype])
     check_attention(family.transformer, config.model.attention)
     actor = DiffusionActor(family, config)
-    for blocks, depth in architecture.kinds(family.transformer):
-        tracer.repeat(blocks, depth)
+    for transformer in dict.fromkeys((family.transformer, actor.weights.reference)):
+        for blocks, depth in architecture.kinds(transformer):
+            tracer.repeat(blocks, depth)
     return family, actor
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _META = torch.device("meta")
 
@@ -50,6 +50,13 @@ class Valueless(Tensor):
     def data(self, value: Tensor) -> None:
         _set_data(self, value)
         self.on_meta = on_meta(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied = self.detach().clone()
+        if isinstance(self, nn.Parameter):
+            copied = nn.Parameter(copied, self.requires_grad)
+        memo[id(self)] = copied
+        return copied
 
     def tolist(self) -> Any:
         return [part.tolist() for part in self] if self.dim() else self.item()

@@ -165,6 +165,13 @@ def test_a_ray_worker_that_samples_ahead_holds_the_transformer_twice():
     assert ahead.engine - worker.engine == pytest.approx(transformer_bytes(), rel=0.05)  # it has buffers, too
 
 
+def test_kl_of_all_weights_holds_the_untrained_ones_too():
+    without, with_kl = (
+        plan("model.lora.rank=0", *more).memory.phases for more in ((), ("actor.kl_coef=0.1",))
+    )
+    assert with_kl["reward"] - without["reward"] == pytest.approx(transformer_bytes(), rel=0.05)
+
+
 ALL_WEIGHTS = ("model.lora.rank=0", "rollout.placement=ray", "rollout.batch_size=12")
 
 

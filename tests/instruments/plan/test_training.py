@@ -62,6 +62,24 @@ def test_memory_is_what_torch_allocates_for_the_embedded_model(
     assert training.gradients == sum(parameter.nbytes for parameter in run.actor.weights.parameters.values())
 
 
+@pytest.mark.filterwarnings("ignore:model.dtype=bfloat16 trains all weights")
+def test_the_reference_of_kl_counts_with_all_of_its_blocks():
+    keys = ("model.lora.rank=0", "model.lora.alpha=32", "model.lora.targets=null", "actor.micro_batch_size=1")
+    architecture = find_architecture("stabilityai/stable-diffusion-3.5-medium")
+    plain, with_kl = (
+        trace_training(
+            load(
+                "sd35_medium_ocr_lora",
+                (*keys, "actor.gradient_checkpointing=false", f"actor.kl_coef={weight}"),
+            ),
+            architecture,
+        )
+        for weight in (0, 0.1)
+    )
+    # Forwards one pass, backwards two.
+    assert with_kl.backward.flops / plain.backward.flops == pytest.approx(4 / 3, rel=0.02)
+
+
 @pytest.mark.parametrize("quantization", ["int8", "nf4"])
 def test_a_quantized_base_takes_what_torch_allocates(make_config, make_run, quantization):
     if quantization == "nf4":

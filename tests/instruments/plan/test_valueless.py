@@ -1,5 +1,7 @@
 """Tensors without values have the layouts, and share the memory, of those with values."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -122,3 +124,16 @@ def test_what_known_numbers_give_is_known():
         assert (known * known).tolist() == [4.0, 9.0]
         assert (known * torch.ones(2)).tolist() == [1.0, 1.0]
     assert section.work.kernels == 2  # `ones` and the product
+
+
+def test_a_copy_of_a_module_has_weights_of_its_own():
+    with Tracer():
+        layer = nn.Linear(3, 2)
+        layer.bias.requires_grad_(False)
+        copied = copy.deepcopy(layer)
+    assert [type(weight) for weight in copied.parameters()] == [Valueless, Valueless]
+    assert [weight.requires_grad for weight in copied.parameters()] == [True, False]
+    for weight, other in zip(layer.parameters(), copied.parameters(), strict=True):
+        assert isinstance(other, nn.Parameter)
+        assert (other.shape, other.dtype) == (weight.shape, weight.dtype)
+        assert storage(other)._cdata != storage(weight)._cdata
