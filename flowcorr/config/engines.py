@@ -51,6 +51,12 @@ ENGINES = {
     ),
 }
 
+SEVERAL_GPUS = (
+    *("num_gpus", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+    *("sequence_parallel_size", "ulysses_degree", "ring_degree", "allgather_degree"),
+)
+"""Arguments of vllm-omni whose value is a number of GPUs for one engine."""
+
 
 def trains_coarser(config: Config, engine: Engine | None) -> bool:
     """Whether the trained base is quantized while the engine samples with the unquantized one.

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
-from flowcorr.config.engines import resolve_engine, trains_coarser
+from flowcorr.config.engines import SEVERAL_GPUS, resolve_engine, trains_coarser
 from flowcorr.config.schema import ActorConfig, Config
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.errors import ConfigError
@@ -30,6 +30,7 @@ def check(config: Config) -> None:
     _check_auto_mode(config)
     _check_log_probs(config)
     _check_mini_batches(config)
+    _check_engine_counts(config)
     _check_fsdp(config)
     _check_quantization(config)
     _check_unscaled(config)
@@ -150,6 +151,17 @@ def _check_mini_batches(config: Config) -> None:
             f"actor.mini_batches={mini_batches} does not fit rollout.prompts_per_step={prompts}: the images of a "
             f"prompt are never split, so use at most {prompts} mini-batches, or more prompts"
         )
+
+
+def _check_engine_counts(config: Config) -> None:
+    if config.rollout.name != "vllm_omni":
+        return
+    for key in (*SEVERAL_GPUS, "max_num_seqs"):
+        value = config.rollout.engine.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(
+                f"rollout.engine.{key}={value!r} must be a whole number of at least 1; leave it out for vllm-omni's own"
+            )
 
 
 def _check_fsdp(config: Config) -> None:

@@ -33,6 +33,16 @@ MERGED = {"rollout": {"name": "vllm_omni", "engine": {"weight_sync": "merged"}}}
         ({**BYPASS, "rollout": {"calculate_log_probs": False}}, r"calculate_log_probs=False leaves bypass mode"),
         ({**DECOUPLED, "rollout": {"calculate_log_probs": False}}, r"=False leaves rollout correction"),
         ({"rollout": {"prompts_per_step": 2}, "actor": {"mini_batches": 3}}, r"mini_batches=3 does not fit .*=2"),
+        *(
+            (
+                {"rollout": {"name": "vllm_omni", "engine": {key: value}}},
+                rf"rollout\.engine\.{key}={value!r} must be a whole number of at least 1",
+            )
+            for key, value in (
+                *(("tensor_parallel_size", 0), ("tensor_parallel_size", "two"), ("max_num_seqs", 0)),
+                *(("ulysses_degree", 1.5), ("num_gpus", True)),
+            )
+        ),
         ({**REINFORCE, "actor": {"loss_mode": "grpo_guard"}}, r"loss_mode='grpo_guard' contradicts .*reinforce"),
         ({"actor": {"loss_options": {"width": 1}}}, r"loss_options=\{'width': 1\} do not fit .*'flow_grpo'.*it takes"),
         ({"actor": {"loss_mode": "reinforce"}}, r"loss_mode='reinforce' cannot be set here"),

@@ -208,7 +208,7 @@ class _Rank:
         """Peak bytes of an engine in its own process."""
         config = self.config
         adapter = self.training.adapter / DTYPES[config.model.lora.dtype].itemsize
-        held = self._engine_weights / self.options.get("tensor_parallel_size", 1)
+        held = self._engine_weights / (self.options.get("tensor_parallel_size") or 1)
         held += adapter * DTYPES[config.rollout.dtype].itemsize
         if not resolve_engine(
             config.rollout.name

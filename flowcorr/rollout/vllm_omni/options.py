@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, cast, get_args
 
 from flowcorr import distributed
+from flowcorr.config.engines import SEVERAL_GPUS
 from flowcorr.config.families import FAMILIES
 from flowcorr.config.schema import Config
 from flowcorr.errors import ConfigError, unknown_choice
@@ -33,12 +34,6 @@ SET_BY_FLOWCORR = {
     "cache_backend": "it would leave parts of stochastic steps out, whose log-probs then belong to no policy",
 }
 """Arguments that flowcorr sets, with the reason or the key to use instead."""
-
-SEVERAL_GPUS = (
-    *("num_gpus", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
-    *("sequence_parallel_size", "ulysses_degree", "ring_degree", "allgather_degree"),
-)
-"""Arguments whose value is a number of GPUs for one engine."""
 
 BATCH_WAIT_MS = 200.0  # long enough to batch the requests of a step, short beside the time of a sample
 

@@ -73,6 +73,14 @@ def test_an_engine_of_its_own_is_weighed_beside_the_trainer(tiny):
     assert asleep.seconds("sync") > beside.seconds("sync")
 
 
+def test_an_engine_without_a_number_of_gpus_has_one():
+    engines = [
+        plan("rollout.name=vllm_omni", f"rollout.engine={{tensor_parallel_size: {gpus}}}").memory.engine
+        for gpus in ("null", 1, 2)
+    ]
+    assert engines[0] == engines[1] > engines[2]
+
+
 def test_sampling_ahead_overlaps_with_training():
     ray = ("rollout.placement=ray", "rollout.num_workers=2", "rollout.batch_size=12")
     turns, ahead = (plan(*ray, f"rollout.max_staleness={steps}") for steps in (0, 1))
