@@ -100,7 +100,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         not_blank("model.path", self.path)
         if self.max_sequence_length is not None:
-            within("model.max_sequence_length", self.max_sequence_length, 0, _MOST_TOKENS)
+            within("model.max_sequence_length", self.max_sequence_length, 1, _MOST_TOKENS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -258,6 +258,7 @@ def test_infinite_cap_round_trips(recipe):
         ("rollout.n=1e9", r"rollout\.n=1000000000 is out of range; it must be at most 100000"),
         ("rollout.prompts_per_step=1e9", r"prompts_per_step=1000000000 is out of range"),
         ("model.lora.rank=1e9", r"model\.lora\.rank=1000000000 is out of range; it must be at most 8192"),
+        ("model.max_sequence_length=0", r"max_sequence_length=0 is out of range; it must be at least 1"),
         ("model.max_sequence_length=1e9", r"max_sequence_length=1000000000 is out of range; .* most 65536"),
         ("=3", r"override '=3' must have the form"),
         ("data.path=prompts #2.txt", r"data\.path=prompts #2\.txt has a # that begins a comment of YAML; put the"),
