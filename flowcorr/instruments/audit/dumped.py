@@ -18,6 +18,7 @@ from flowcorr.instruments.audit.presets import Replay, replay_presets
 from flowcorr.instruments.audit.replay import chunks
 from flowcorr.instruments.faults import delta, diagnose, trained_columns
 from flowcorr.instruments.finding import Report, on_files
+from flowcorr.instruments.step_files import trained_log_probs
 from flowcorr.instruments.steps import DumpedRun, ages_of, gap_of, read_dumped
 from flowcorr.records import Terms
 from flowcorr.trainer.run_config import LOSS, MODES, how_to_allow
@@ -47,16 +48,22 @@ def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> Report
     steps = {step: gap_of(one, run.levels, run.scored) for step, one in terms.items()}
     ages = ages_of(terms)
     trained, faults = trained_columns(list(steps.values())), diagnose(steps, ages)
+    marks = [
+        (one.before_update == 0) & trained_log_probs(one).isfinite()
+        for one in terms.values()
+        if one.bypass and one.before_update is not None
+    ]
+    late = sum(int(mark.sum()) for mark in marks)
     if not trained.all():
+        which = " from before the first update" if late else ""
         notes.append(
-            f"{int((~trained).sum())} steps of the window have no log-prob of the trainer in any sample: left out"
+            f"{int((~trained).sum())} steps of the window have no log-prob of the trainer{which} in any sample: left "
+            "out"
         )
     parts = [_exact(run, step, terms[step], gap) for step, gap in steps.items()]
     gap = Terms.concatenate([part.select((slice(None), trained)) for part in parts])
     gap = gap.select(delta(gap).isfinite().all(1))
-    marks = [one.before_update[:, trained] for one in terms.values() if one.before_update is not None]
-    late = sum(int((mark == 0).sum()) for mark in marks)
-    if not len(gap.old_log_prob):
+    if not gap.old_log_prob.numel():  # no sample, or no step of the window
         found = [
             f"{one.sentence} ({one.evidence}); {one.remedy}" for one in faults if one.cause == "non_finite"
         ]
@@ -68,7 +75,7 @@ def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> Report
             "the window in each training step"
         )
         raise ConfigError(f"{folder} holds no sample whose log-probs are all finite: {found[0]}")
-    if bypass and late:
+    if late:
         notes.append(f"{late} terms were scored after the first update of their step, so they are left out")
     if bypass and not marks:
         notes.append(

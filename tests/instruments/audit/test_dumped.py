@@ -225,8 +225,19 @@ def test_a_run_that_scores_other_steps_in_each_training_step_is_refused(tmp_path
         audit_folder(tmp_path)
 
 
-def test_a_run_without_terms_before_an_update_is_refused(tmp_path):
-    late = torch.tensor([[1, 0], [0, 1]]).repeat(16, 1)
+def test_a_step_scored_only_after_the_first_update_is_told_as_such(tmp_path):
+    rollout = ROLLOUT.double()
+    given = {"rollout_log_probs": rollout, "current_log_probs": rollout + 1e-3}
+    draw_steps(tmp_path, without=("old_log_probs",), before_update=torch.tensor([[1, 0]] * 32), **given)
+    report = audit_folder(tmp_path)
+    (left_out,) = [note for note in notes_of(report) if "left out" in note and note.startswith("1 ")]
+    assert "before the first update" in left_out
+    assert report.fact("num_steps") == 1
+
+
+@pytest.mark.parametrize("before", [[[1, 0], [0, 1]], [[0, 0], [0, 0]]])
+def test_a_run_without_terms_before_an_update_is_refused(before, tmp_path):
+    late = torch.tensor(before).repeat(16, 1)
     draw_steps(tmp_path, without=("old_log_probs",), before_update=late)
     with pytest.raises(ConfigError, match="none was scored before the first update in all of its steps"):
         audit_folder(tmp_path)
