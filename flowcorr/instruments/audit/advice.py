@@ -360,6 +360,8 @@ def _keys(facts: Facts, kind: Kind, bypass: bool) -> dict[str, str]:
 def _alternative(facts: Facts, bypass: bool) -> str:
     if bypass or facts.has_headroom or facts.older_weights or facts.clip_limit is None:
         return ""
+    if facts.clip_needed >= 1:  # such a range holds ratios down to 0, which have hardly a gradient
+        return ""
     return f"actor:\n  {_clip_line(facts)}\n" + _yaml(_keys(facts, "leave", bypass=True))
 
 
