@@ -42,6 +42,29 @@ def test_blank_prompts_after_the_window(small_run):
     assert_named(check(run, engine, float32=False), "path", leg="after the window")
 
 
+def test_steps_that_few_samples_take_are_judged_by_these(small_run):
+    """Windows at the last step leave nothing after them, here in six of eight samples."""
+    sampling = {
+        "num_inference_steps": 4,
+        "sde_window_range": (2, 4),
+        "sde_window_size": 1,
+        "window_per": "sample",
+    }
+    run = small_run(trainer={"seed": 1}, rollout={"n": 4}, sampling=sampling)
+    engine, shares = separate(run), []
+
+    def elsewhere(rollout):
+        before = rollout.window.next_latents[:, -1]
+        ends = (rollout.window.step_indices[:, -1] == 3)[:, None, None, None]
+        shares.append(float(ends.double().mean()))
+        return torch.where(ends, rollout.final_latents, before + (rollout.final_latents - before).roll(1, -1))
+
+    returning(final_latents=elsewhere)(engine)
+    found = finding_of(check(run, engine, float32=False), "path")
+    assert shares[0] == 0.75
+    assert (found.level, found.numbers["leg"]) == ("serious", "after the window")
+
+
 def test_timesteps_made_in_another_order_hide_no_fault_of_the_path(small_run):
     run = small_run()
     engine = separate(run)
