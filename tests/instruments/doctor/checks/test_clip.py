@@ -17,6 +17,14 @@ def test_a_gap_above_the_clip_warns_in_bypass(small_run):
     assert exit_code(check(wide, wide.engine, float32=False)) == 0
 
 
+def test_a_gap_above_the_clip_is_healthy_where_the_mode_follows_the_noise(small_run):
+    from flowcorr.correction import RolloutCorrectionConfig
+
+    auto = {"rollout_correction": RolloutCorrectionConfig(bypass_mode="auto")}
+    run = small_run(rollout={"emulate": "fp8"}, algorithm=auto, actor={"clip_ratio": 1e-5})
+    assert exit_code(check(run, run.engine, float32=False)) == 0
+
+
 @pytest.mark.parametrize("loss_mode", ["flow_grpo", "grpo_guard", "importance_cap", "flow_dppo"])
 def test_the_clip_is_judged_on_the_ratio_that_the_loss_uses(small_run, loss_mode):
     """grpo_guard takes the mean of the drift off, and multiplies by s."""
