@@ -62,7 +62,7 @@ def _senses(name: str) -> Iterator[Iterator[str]]:
     else:
         if name in _BY_LABEL:
             yield _labelled(name)
-        ending = [metric for metric in METRICS if metric.name.endswith(f"/{name}") and "<" not in metric.name]
+        ending = [metric for metric in METRICS if metric.name.endswith(f"/{name}")]
         for metric in ending:
             if metric.name != _BY_LABEL.get(name):
                 yield _metric(metric.name, metric)

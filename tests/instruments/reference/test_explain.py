@@ -26,6 +26,8 @@ from flowcorr.instruments.reference.glossary import WORDS
         ("exact match", "reward/exact_match (metric"),
         ("geo_rs", "rollout_token_veto_threshold: 0.0001"),
         ("k3_kl", "rollout_corr/k3_kl (metric"),
+        ("relative_gap", "rollout_corr/worker_<i>/relative_gap (metric"),
+        ("logprob_abs_diff", "rollout_corr/step_<i>/logprob_abs_diff (metric"),
         ("clip_noise_fraction", "recompute old log-probs"),
         ("ESS", "worry: rollout_corr/rollout_is_eff_sample_size outside ≥ 0.3"),
         ("joint nats", "summed over all latent elements"),
