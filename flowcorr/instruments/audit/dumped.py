@@ -83,7 +83,7 @@ def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> Report
         )
     assert gap.old_rollout_kl is not None, "`_exact` sets it"
     if not gap.old_rollout_kl.isfinite().all():
-        gap, told = estimated_kl(gap, num_elements)
+        gap, told = estimated_kl(gap, num_elements, densities=run.setting.densities)
         notes += told
     if LOSS in run.left_out:
         notes.append(
@@ -116,14 +116,19 @@ def replays_of(run: DumpedRun) -> list[Replay]:
     return replay_presets(parts, setting)
 
 
-def estimated_kl(gap: Terms, num_elements: int | None) -> tuple[Terms, list[str]]:
+def estimated_kl(gap: Terms, num_elements: int | None, *, densities: bool = True) -> tuple[Terms, list[str]]:
     """The gap with each step's mean KL estimated from its log-ratios, and notes on the estimate.
 
     For a gap of one size, `delta` is normal with mean `-r^2 / 2` and variance `r^2 / D`, and the KL is `r^2 / 2`: both
     moments tell it, the variance more surely. The larger is taken. Where they disagree the gap is not of one size, and
     the mean is taken, which is the KL of any two densities.
+
+    Args:
+        gap: with log-probs of both sides.
+        num_elements: `D`; None where it is not known.
+        densities: whether log-probs are densities; else they are in units of `2 s^2` nats.
     """
-    log_ratio = delta(gap)
+    log_ratio = delta(gap) if densities else delta(gap) / (2 * gap.std.double().square())
     kl = torch.empty_like(log_ratio)
     notes = ["exact KLs were not dumped (old_rollout_kl): estimated from the spread of the log-ratios"]
     for index in gap.step_index.unique().tolist():

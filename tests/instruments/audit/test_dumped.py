@@ -2,9 +2,11 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from instruments.dumped_runs import terms_of, write_run
 from instruments.foreign_dumps import D, draw_steps
 
 import flowcorr
@@ -33,6 +35,18 @@ def test_dumped_kls_are_taken(tmp_path):
     report = audit_folder(draw_steps(tmp_path, old_rollout_kl=kl))
     assert report.fact("joint_nats") == pytest.approx(2 * D * 1e-6, rel=1e-6)
     assert not notes_of(report)
+
+
+def test_log_probs_without_their_scale_tell_the_same_gap(tmp_path):
+    terms = terms_of()
+    unit = 2 * terms.stds.square()
+    sides = ("rollout_log_probs", "old_log_probs", "current_log_probs")
+    unscaled = replace(terms, **{name: unit * getattr(terms, name) for name in sides})
+    cps = "sampling.sde_type=cps"
+    densities = audit_folder(write_run(tmp_path / "densities", [terms], cps))
+    others = audit_folder(write_run(tmp_path / "unscaled", [unscaled], cps, "sampling.cps_unscaled=true"))
+    assert densities.fact("joint_nats") > 0
+    assert others.fact("joint_nats") == pytest.approx(densities.fact("joint_nats"))
 
 
 def test_a_shift_that_no_rounding_makes_is_told(tmp_path):
