@@ -82,10 +82,13 @@ def measurement(config: Config, steps: Sequence[Values]) -> str:
         return ""
     correction = config.algorithm.rollout_correction
     sizes = [size for values in steps if (size := joint_nats(config.sampling, values)) is not None]
-    if correction.mode == "off" or not sizes:
+    if correction.mode == "off":
         return (
             "gap not measured: algorithm.rollout_correction.preset=disabled measures it and corrects nothing"
         )
+    if not sizes:
+        why = ": sampling.cps_unscaled=true takes their scale off log-probs"
+        return f"gap not measured in joint nats{why if config.sampling.cps_unscaled else ''}"
     mean = sum(sizes) / len(sizes)
     if mean == 0:
         return "gap 0: engine and trainer give equal log-probs"

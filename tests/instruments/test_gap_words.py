@@ -94,6 +94,14 @@ def test_the_last_sentence_says_what_was_measured(correction, steps, parts):
     assert [part for part in parts if part not in sentence] == []
 
 
+def test_log_probs_without_their_scale_are_no_run_that_measures_nothing():
+    run = load("tiny_ocr_lora", ["sampling.sde_type=cps", "sampling.cps_unscaled=true"])
+    assert run.algorithm.rollout_correction.preset == "disabled"
+    sentence = measurement(run, [SIZE | {"rollout_corr/k3_kl": 1e-7}])
+    assert "sampling.cps_unscaled=true" in sentence
+    assert "preset=disabled" not in sentence
+
+
 def test_a_run_without_a_step_measured_nothing():
     assert measurement(run_of(DISABLED), []) == ""
 
