@@ -17,9 +17,14 @@ def check_captured_advantages(captured: Captured) -> Finding:
     steps = [dumps.load(path).advantages.double() for path in captured.terms.values()]
     values = torch.cat([torch.zeros(0, dtype=torch.float64), *steps])
     values = values[values.isfinite()]
-    if not values.any():
+    if not len(values):
         return skipped(
             "cannot tell: no step with advantages was dumped", "dump the step's terms beside its samples"
+        )
+    if not values.any():
+        return skipped(
+            "cannot tell: all dumped advantages are 0, so nothing is learned",
+            "dump steps in which the images of a prompt have different rewards",
         )
     mean, spread = float(values.mean()), float(values.std(correction=0))
     above = float((values > 0).double().mean())

@@ -32,3 +32,10 @@ def test_a_part_of_the_groups_cannot_tell(tmp_path):
     found = advantages_of(dumped(tmp_path, torch.tensor([[1.0, -1.0, 1.0, 0.5]])))
     assert (found.level, found.cause) == ("note", "")
     assert advantages_of({}).level == "note"
+
+
+def test_advantages_of_0_are_told_from_none(tmp_path):
+    zeros, none = advantages_of(dumped(tmp_path, torch.zeros(2, 4))), advantages_of({})
+    assert zeros.level == none.level == "note"
+    assert "all dumped advantages are 0" in zeros.sentence
+    assert zeros.remedy != none.remedy
