@@ -252,7 +252,8 @@ def _about_gap(facts: Facts, kind: Kind) -> str:
         case "correct":
             return f"{gap} Most of it is staleness, a shift along the direction of learning, and biases the gradient."
     if facts.systematic:
-        return f"{gap} It is mostly staleness: lower rollout.staleness, or actor.lr."
+        keys = "rollout.max_staleness or rollout.staleness, whichever is set"
+        return f"{gap} It is mostly staleness: lower {keys}, or actor.lr."
     remedy = _about_quantization(facts) or (" flowcorr doctor says which part is wrong.")
     return (
         f"{gap} Beyond r = {LARGEST_DISTANCE:g} no precision explains a gap, and weights cannot remove its bias."

@@ -2,7 +2,7 @@
 
 A few rollout batches are sampled with the configured engine and scored again by the actor, as decoupled mode
 does. Then a training step is made on random advantages, for its time alone. A stale engine differs from the actor only
-once something was learned, so there `rollout.staleness` such steps come first, before its batches are taken.
+once something was learned, so there as many such steps come first as its weights lag behind.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def examine_batches(
     *,
     title: str = "",
 ) -> Report:
-    """Audit an actor and its engine; the first `rollout.staleness` batches of `prompts` make the engine stale.
+    """Audit an actor and its engine; the first `rollout.max_weight_age` batches of `prompts` make the engine stale.
 
     Raises:
         BackendError: the engine returns no step means, or a log-prob is not finite.

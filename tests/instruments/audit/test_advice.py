@@ -166,7 +166,9 @@ def test_only_staleness_is_corrected_and_only_by_density_ratios():
     )
     assert advise(replace(stale, stale_nats=0.02)).kind == "leave"
     assert advise(replace(stale, exact_ess=rules.MIN_ESS)).kind == "correct"
-    assert advise(replace(stale, exact_ess=0.99 * rules.MIN_ESS)).kind == "repair"
+    far = advise(replace(stale, exact_ess=0.99 * rules.MIN_ESS))
+    assert far.kind == "repair"
+    assert [key for key in ("rollout.max_staleness", "rollout.staleness") if key not in far.reasons[0]] == []
 
 
 @pytest.mark.parametrize("num_elements", [D, 10**6])  # of an image, of a video
