@@ -130,18 +130,23 @@ def _log_mean_exp(values: Tensor) -> float:
 
 def outliers(gap: Terms, num_elements: int) -> tuple[float, float]:
     """The share of terms that `step_z` rejects, and the largest `|ratio - 1|` that is no outlier at any step."""
-    keep = compute_rollout_correction_and_rejection_mask(
-        gap.old_log_prob,
-        gap.rollout_log_prob,
-        rollout_rs="step_z",
-        rollout_rs_threshold=OUTLIER_Z,
-        step_indices=gap.step_index,
-        num_elements=num_elements,
-    ).keep
-    log_ratio, num_steps = delta(gap), int(gap.step_index.max()) + 1
-    everywhere = torch.ones_like(log_ratio)
-    low, high = outlier_band(log_ratio, everywhere, gap.step_index, num_steps, floor=0.01 / num_elements)
-    return fraction(~keep), float(bounded(torch.maximum(-low, high)).expm1())
+    log_ratio, kept, ends = delta(gap), [], []
+    for index in gap.step_index.unique():  # one at a time: torch takes quantiles of 2^24 numbers at most
+        here = gap.step_index == index
+        values = log_ratio[here]
+        rows = torch.zeros_like(values, dtype=torch.int64)
+        keep = compute_rollout_correction_and_rejection_mask(
+            gap.old_log_prob[here][:, None],
+            gap.rollout_log_prob[here][:, None],
+            rollout_rs="step_z",
+            rollout_rs_threshold=OUTLIER_Z,
+            step_indices=rows[:, None],
+            num_elements=num_elements,
+        ).keep
+        low, high = outlier_band(values, torch.ones_like(values), rows, 1, floor=0.01 / num_elements)
+        kept.append(keep.flatten())
+        ends.append(torch.maximum(-low, high))
+    return fraction(~torch.cat(kept)), float(bounded(torch.stack(ends).amax()).expm1())
 
 
 def fraction(where: Tensor) -> float:
