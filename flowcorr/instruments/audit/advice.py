@@ -233,9 +233,9 @@ def _verdict(facts: Facts, kind: Kind, bypass: bool) -> str:
 
 def _about_gap(facts: Facts, kind: Kind) -> str:
     gap = (
-        f"The step means differ by r = {facts.r:.2g} stds. Over {facts.num_steps} steps with D = {facts.num_elements} "
-        f"that is {two_digits(facts.joint_nats)} joint nats: importance weights would leave "
-        f"{100 * facts.exact_ess:.3g} % effective samples."
+        f"The step means differ by r = {facts.r:.2g} stds. Over {facts.num_steps} step{'s'[: facts.num_steps != 1]} "
+        f"with D = {facts.num_elements} that is {two_digits(facts.joint_nats)} joint nats: importance weights would "
+        f"leave {100 * facts.exact_ess:.3g} % effective samples."
     )
     match kind:
         case "none":

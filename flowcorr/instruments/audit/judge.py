@@ -82,7 +82,11 @@ def report_of(
     loss_mode = loss_mode or setting.actor.loss_mode
     size = "" if num_elements is None else f", D = {num_elements}"
     found = [
-        Fact(name="num_samples", value=samples, text=f"{samples} samples of {window} SDE steps{size}"),
+        Fact(
+            name="num_samples",
+            value=samples,
+            text=f"{samples} samples of {window} SDE step{'s'[: window != 1]}{size}",
+        ),
         Fact(name="num_steps", value=window),
         Fact(name="num_elements", value=num_elements),
         Fact(name="loss_mode", value=loss_mode, text=f"loss {loss_mode}"),

@@ -50,7 +50,7 @@ WORDS: Mapping[str, Word] = {
         "`sqrt` and `sum` depend on it.",
         metrics=("rollout/num_elements",),
         worry="a dump with a wrong num_elements misleads",
-        remedy="compare it with channels x height x width of the latents",
+        remedy="compare it with channels x height x width of the latents, of a video also x latent frames",
     ),
     "auto": Word(
         meaning="Several keys take it. `bypass_mode: auto` chooses bypass or decoupled at each training step by the "
