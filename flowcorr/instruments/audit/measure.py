@@ -25,7 +25,7 @@ from flowcorr.instruments.audit.gap import joint_nats, measure_gap, split_gap
 from flowcorr.instruments.audit.judge import report_of
 from flowcorr.instruments.audit.presets import replay_presets
 from flowcorr.instruments.audit.replay import LoggedSteps
-from flowcorr.instruments.finding import Fact, Report
+from flowcorr.instruments.finding import Fact, Finding, Report
 from flowcorr.instruments.plan.answers import duration
 from flowcorr.instruments.setting import Setting
 from flowcorr.models.prompt_cache import PromptCache
@@ -151,9 +151,26 @@ def examine_batches(
         num_elements,
         replays=replay_presets([as_steps(whole, num_elements)], setting, passes=WARM_UP + 1),
         facts=[*_of_cost(cost), *_of_staleness(setting, precision, stale)],
+        notes=_on_unmeasured(whole, config),
         stale=stale,
         recompute_share=cost.share,
     )
+
+
+def _on_unmeasured(gap: Terms, config: Config) -> list[Finding]:
+    """A note on steps that windows can have, and no window of these batches had."""
+    steps = sorted({*range(*config.sampling.sde_window_range)} - {*gap.step_index.unique().tolist()})
+    if not steps:
+        return []
+    return [
+        Finding(
+            level="note",
+            cause="unmeasured",
+            sentence="no window held some steps of sampling.sde_window_range, for which this advice may not hold",
+            numbers={"steps": steps},
+            remedy="sample more windows: raise --batches",
+        )
+    ]
 
 
 def as_steps(gap: Terms, num_elements: int) -> LoggedSteps:

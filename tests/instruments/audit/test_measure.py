@@ -72,6 +72,15 @@ def test_rounded_weights_change_the_advice(small, shared):
     assert [step["outside_clip"] for step in again.table("steps")] == [0, 0]
 
 
+def test_steps_that_no_window_held_are_told(small, shared):
+    assert "unmeasured" not in shared.causes("note")
+    wide = {"num_inference_steps": 6, "sde_window_range": (1, 6), "sde_window_size": 2}
+    report = audit(small(rollout={"prompts_per_step": 1, "n": 2}, sampling=wide), num_batches=1)
+    (found,) = [finding for finding in report.findings if finding.cause == "unmeasured"]
+    measured = [step["step_index"] for step in report.table("steps")]
+    assert sorted([*measured, *found.numbers["steps"]]) == [1, 2, 3, 4, 5]
+
+
 def test_one_ratio_a_window_has_one_range(small):
     actor = {"mini_batches": 1, "ratio_level": "trajectory_sum"}
     report = audit(
