@@ -99,21 +99,25 @@ def _copying_layers(encoder: nn.Module, tracer: Tracer) -> Iterator[dict[str, fl
             handle.remove()
 
 
-def trace_decoder(config: Config, architecture: Architecture, *, images: int) -> Component:
-    """The VAE, decoding at most `images` images at a time, as sampling does."""
+def trace_decoder(config: Config, architecture: Architecture, *images: int) -> list[Component]:
+    """The VAE, decoding each of these numbers of images, or as many together as sampling decodes."""
     dtype = DTYPES[config.rollout.dtype]
     plain = replace(config.model, quantization="none", lora=replace(config.model.lora, rank=0))
     sampling = config.sampling
+    works: dict[int, Work] = {}
     with Tracer() as tracer:
         family = build_family(architecture.cut(lambda depth: 1), plain, tracer, dtype=dtype)
         tracer.place(family.pipeline.vae, dtype)
         shape = family.sample_shape(sampling.height, sampling.width, sampling.num_frames)
-        images = min(images, decoded_together(math.prod(shape)))
-        latents = torch.ones(images, *shape)
-        with tracer.section() as section:
-            decode(family, latents)
+        batches = [min(number, decoded_together(math.prod(shape))) for number in images]
+        for batch in set(batches):
+            latents = torch.ones(batch, *shape)
+            with tracer.section() as section:
+                decode(family, latents)
+            works[batch] = section.work
         weights = sum(parameter.nbytes for parameter in family.pipeline.vae.parameters())
-    return Component(weights=weights, work=section.work, batch=images, half=dtype.itemsize == 2)
+    half = dtype.itemsize == 2
+    return [Component(weights=weights, work=works[batch], batch=batch, half=half) for batch in batches]
 
 
 def trace_clip(term: RewardTerm) -> Component | None:

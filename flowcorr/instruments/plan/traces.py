@@ -90,17 +90,23 @@ def trace(config: Config, ranks: int = 1) -> Traces:
     training, sampling = _transformer(computed(config, ranks), architecture)
     evaluated = _evaluated(config)
     alike = evaluated.sampling == config.sampling
-    images = min(config.rollout.evaluation_batch_size, -(-len(data.heldout) // ranks))
+    sampled = sampled_together(config, groups * config.rollout.n)
+    heldout = min(config.rollout.evaluation_batch_size, -(-len(data.heldout) // ranks))
+    if evaluated == config:
+        decoders = trace_decoder(config, architecture, sampled, heldout)
+    else:
+        decoders = [
+            *trace_decoder(config, architecture, sampled),
+            *trace_decoder(evaluated, architecture, heldout),
+        ]
     return Traces(
         training=training,
         micro_batch=passes_of(one_optimizer_step(config)).samples,
         sampling=sampling,
         text=trace_text_encoders(config, architecture, encoded, prompts=min(len(texts), chunk)),
-        decoder=trace_decoder(
-            config, architecture, images=sampled_together(config, groups * config.rollout.n)
-        ),
+        decoder=decoders[0],
         evaluation=training.recompute if alike else trace_pass(computed(evaluated, ranks), architecture).work,
-        evaluation_decoder=trace_decoder(evaluated, architecture, images=images),
+        evaluation_decoder=decoders[1],
         num_heldout=len(data.heldout),
         rewards=_models(in_trainer),
         gold=_models(reward.evaluation_gold),

@@ -63,7 +63,7 @@ def _numbers(config: Config, architecture: Architecture, training: Training, gpu
     assert micro_batch is not None
     # Decoding in the dtype that the VAE is loaded in here.
     decoding = replace(config, rollout=replace(config.rollout, dtype=config.model.dtype))
-    decoder = trace_decoder(decoding, architecture, images=micro_batch)
+    (decoder,) = trace_decoder(decoding, architecture, micro_batch)
     return {
         "micro_batch": micro_batch,
         "dtype": DTYPES[config.model.dtype].itemsize,

@@ -86,7 +86,8 @@ def one_forward(case: tuple[str, ...], adapted: bool):
 def decoder(case: tuple[str, ...], images: int):
     recipe, *overrides = case
     config = load(recipe, overrides)
-    return trace_decoder(config, find_architecture(config.model.path), images=images)
+    (decoder,) = trace_decoder(config, find_architecture(config.model.path), images)
+    return decoder
 
 
 def denoising(case, *, rows: int = 1, steps: int = 1, passes: int = 1, adapted: bool = False) -> Planned:

@@ -17,8 +17,7 @@ def size_of(*modules):
 def test_the_decoder_weighs_what_it_weighs_and_takes_few_images_at_a_time(make_config):
     config = make_config()
     architecture = find_architecture("tiny_ocr")
-    few = trace_decoder(config, architecture, images=2)
-    many = trace_decoder(config, architecture, images=10**6)
+    few, many = trace_decoder(config, architecture, 2, 10**6)
     assert few.weights == size_of(load_family(config.model).pipeline.vae)
     assert few.batch == 2 < many.batch < 10**6
     assert few.scaled(4).flops == 2 * few.work.flops
