@@ -324,23 +324,26 @@ class _Counting(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        inputs = tensors((args, kwargs.values()))
-        if inputs and all(map(has_values, inputs)):
-            return func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        if name in _BY_VALUES:
-            return _BY_VALUES[name](*args)
-        if name == "index" and any(
-            isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1]
-        ):
-            (mask,) = args[1]  # as if it were true everywhere
-            return args[0].flatten(0, mask.dim() - 1).clone()
         key = func, signature(args), signature(kwargs.items())
         operation = self._known.get(key)
-        makes = operation and operation.makes
-        results = compute(func, args, kwargs) if makes is None else make(makes)
         if operation is None:
+            inputs = tensors((args, kwargs.values()))
+            if inputs and all(map(has_values, inputs)):
+                return func(*args, **kwargs)
+            if name in _BY_VALUES:
+                return _BY_VALUES[name](*args)
+            if name == "index" and any(
+                isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1]
+            ):
+                (mask,) = args[1]  # as if it were true everywhere
+                return args[0].flatten(0, mask.dim() - 1).clone()
+            results = compute(func, args, kwargs)
             operation = self._known[key] = _operation(func, args, kwargs, inputs, results)
+        elif operation.makes is None:
+            results = compute(func, args, kwargs)
+        else:
+            results = make(operation.makes)
         if name in ("any", "bitwise_not"):
             results.truth = False
         is_copy = name == "_to_copy" and isinstance(args[0], nn.Parameter)

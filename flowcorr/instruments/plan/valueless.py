@@ -89,9 +89,9 @@ def make(layouts: Any) -> Any:
 
 
 def signature(values: Iterable[Any]) -> tuple[Any, ...]:
-    """What an operation's arguments tell of its results: layouts, and other values with their types."""
+    """What an operation's arguments tell of its results: layouts of tensors, and other values with their types."""
     return tuple([
-        (value.shape, value.stride(), value.dtype)
+        (value.shape, value.stride(), value.dtype, has_values(value))
         if isinstance(value, Tensor)
         else signature(value)
         if isinstance(value, (list, tuple))
