@@ -210,10 +210,8 @@ class _Rank:
         adapter = self.training.adapter / DTYPES[config.model.lora.dtype].itemsize
         held = self._engine_weights / (self.options.get("tensor_parallel_size") or 1)
         held += adapter * DTYPES[config.rollout.dtype].itemsize
-        if not resolve_engine(
-            config.rollout.name
-        ).own_processes:  # a Ray worker on a GPU keeps what it loaded last
-            held += self.training.gradients
+        if not resolve_engine(config.rollout.name).own_processes:
+            held += self.training.gradients  # a Ray worker on a GPU keeps what it loaded last
         if needs_base(config):  # a Ray worker merges adapters into a copy of its model
             held += self.training.transformer
         return engine_peak(held, sampling, self.traces.decoder.weights, self.traces.decoder.work.peak)

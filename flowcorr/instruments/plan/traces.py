@@ -93,20 +93,18 @@ def trace(config: Config, ranks: int = 1) -> Traces:
     sampled = sampled_together(config, groups * config.rollout.n)
     heldout = min(config.rollout.evaluation_batch_size, -(-len(data.heldout) // ranks))
     if evaluated == config:
-        decoders = trace_decoder(config, architecture, sampled, heldout)
+        decoder, evaluation_decoder = trace_decoder(config, architecture, sampled, heldout)
     else:
-        decoders = [
-            *trace_decoder(config, architecture, sampled),
-            *trace_decoder(evaluated, architecture, heldout),
-        ]
+        (decoder,) = trace_decoder(config, architecture, sampled)
+        (evaluation_decoder,) = trace_decoder(evaluated, architecture, heldout)
     return Traces(
         training=training,
         micro_batch=passes_of(one_optimizer_step(config)).samples,
         sampling=sampling,
         text=trace_text_encoders(config, architecture, encoded, prompts=min(len(texts), chunk)),
-        decoder=decoders[0],
+        decoder=decoder,
         evaluation=training.recompute if alike else trace_pass(computed(evaluated, ranks), architecture).work,
-        evaluation_decoder=decoders[1],
+        evaluation_decoder=evaluation_decoder,
         num_heldout=len(data.heldout),
         rewards=_models(in_trainer),
         gold=_models(reward.evaluation_gold),

@@ -82,9 +82,8 @@ class Run:
     def series(self, metric: str) -> Points:
         """Steps and values of a metric, where it was logged and finite."""
         known = [record for record in self.records if record.get(metric) is not None]
-        return [
-            (record["step"], float(record[metric])) for record in known
-        ]  # matplotlib refuses ints above 2^63
+        # As floats: matplotlib refuses whole numbers above 2^63.
+        return [(record["step"], float(record[metric])) for record in known]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
