@@ -69,6 +69,16 @@ class DumpedRun:
         return self.config is not None
 
 
+def is_run(folder: Path) -> bool:
+    """Whether flowcorr trained the run of a folder.
+
+    A `config.yaml` right beside dumped steps is another trainer's, as the steps are.
+    """
+    return is_file(folder / CONFIG_FILE) and all(
+        path.parent != folder for path in dumps.files(folder).values()
+    )
+
+
 def read_dumped(folder: Path, *, allow_imports: Collection[str] = ()) -> DumpedRun:
     """Find the dumped steps of a folder and what is known of their run.
 
@@ -82,7 +92,7 @@ def read_dumped(folder: Path, *, allow_imports: Collection[str] = ()) -> DumpedR
     Warns:
         UserWarning: some files cannot be read, and are left out.
     """
-    files, of_flowcorr = dumps.files(folder), is_file(folder / CONFIG_FILE)
+    files, of_flowcorr = dumps.files(folder), is_run(folder)
     if not files and of_flowcorr:
         steps = read_config(folder).config.trainer.total_steps + _MORE_STEPS
         raise ConfigError(

@@ -78,10 +78,10 @@ def _check_steps(kind: SdeType, sigmas: Sequence[float], steps: tuple[int, int],
                 f"density above 1 or below {LOWEST_NOISE_LEVEL:g}; leave it out of the range"
             )
         if kind == "cps" and sigma_next <= LOWEST_NOISE_LEVEL:
+            shorter = f"end the range at {index}, or " if index > start else ""
             raise ConfigError(
                 f"{key}=[{start}, {end}] holds step {index}, which ends at sigma={sigma_next:g}, "
-                f"where sampling.sde_type=cps adds no noise; end the range at {index}, "
-                "or choose sde or dance_sde"
+                f"where sampling.sde_type=cps adds no noise; {shorter}choose sde or dance_sde"
             )
 
 

@@ -126,6 +126,11 @@ def test_schedules_that_can_be_sampled(kind):
     check_schedule(kind, SCHEDULE, (0, 4), 0.7)
 
 
+def test_the_only_step_has_no_shorter_range():
+    with pytest.raises(ConfigError, match="adds no noise; choose sde or dance_sde"):
+        check_schedule("cps", [0.9, 0.0], (0, 1), 0.7)
+
+
 def test_cps_must_end_before_the_last_step():
     check_schedule("cps", SCHEDULE, (0, 3), 0.7)
     with pytest.raises(

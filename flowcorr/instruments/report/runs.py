@@ -21,14 +21,14 @@ from flowcorr.instruments.plots import BandPoint
 from flowcorr.instruments.rules import NUM_ELEMENTS, logged_num_elements, units_of, units_of_setting
 from flowcorr.instruments.setting import Setting
 from flowcorr.instruments.step_files import survey
-from flowcorr.instruments.steps import UNBOUNDED, diagnosed, read_dumped
+from flowcorr.instruments.steps import UNBOUNDED, diagnosed, is_run, read_dumped
 from flowcorr.instruments.steps import records as dumped_records
 from flowcorr.instruments.thinning import spread_out
 from flowcorr.private import redact, redact_text, secrets_of
 from flowcorr.trackers import METRICS_FILE, checked_metrics
 from flowcorr.trainer import run_config
 from flowcorr.trainer.events import EVENTS_FILE, read_events
-from flowcorr.trainer.run_config import CONFIG_FILE, is_file, read_config
+from flowcorr.trainer.run_config import is_file, read_config
 
 MAX_STEPS = 200  # dumped steps read from a run: more would tell the same
 _OF_A_SEED = "trainer.seed"
@@ -137,7 +137,7 @@ def read_run(folder: Path, *, allow_imports: Collection[str] = ()) -> Run:
     Warns:
         UserWarning: a part of a file, or a dumped step, cannot be read and is left out.
     """
-    if not is_file(folder / CONFIG_FILE):
+    if not is_run(folder):
         return _read_dump(folder, allow_imports)
     found = read_config(folder, allow_imports=allow_imports)
     path = folder / METRICS_FILE

@@ -39,6 +39,14 @@ def test_another_trainers_dump_is_a_run(tmp_path):
     assert "sigmas" in run.notes[0]
 
 
+def test_a_configuration_beside_dumped_steps_is_another_trainers(tmp_path):
+    folder = draw_steps(tmp_path / "foreign")
+    (folder / "config.yaml").write_text("launcher: accelerate\ntrain: {lr: 1e-4}\n")
+    run = read_run(folder)
+    assert run.config is None
+    assert run.last_step == 3
+
+
 def test_dumps_of_other_trainers_are_no_seeds_of_one_configuration(tmp_path):
     """Their losses are alike, and their gaps are 1,000,000 times apart."""
     folders = [
