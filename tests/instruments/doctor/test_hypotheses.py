@@ -16,7 +16,7 @@ def findings(stack):
     ("changes", "check", "cause", "confidence"),
     [
         ({"guidance_scale": 3.5}, None, "", ""),  # none of the known causes
-        ({"prompts": ("dog", "cat", "sun", "bee")}, "embeddings", "wrong_prompt", "certain"),
+        ({"prompts": ("dog", "cat", "sun", "bee") * 2}, "embeddings", "wrong_prompt", "certain"),
         ({"max_sequence_length": 77}, None, "", ""),  # 16 is none of the usual lengths
     ],
 )
@@ -31,17 +31,17 @@ def test_what_was_captured_wrongly(changes, check, cause, confidence, stack_of):
 
 
 def test_prompts_of_other_samples_are_found_in_a_run_of_many_prompts(stack_of):
-    stack = stack_of(prompts=("dog", "cat", "sun", "bee"))
+    stack = stack_of(prompts=("dog", "cat", "sun", "bee") * 2)
     many = [f"prompt {number}" for number in range(40)]
     assert examine_inputs(stack, Legs(stack), many)["embeddings"].cause == "wrong_prompt"
 
 
 @pytest.mark.system
 def test_a_prompt_that_was_not_captured_leaves_a_likely_cause(stack_of):
-    found = findings(stack_of(prompts=("dog", "owl", "sun", "bee")))
+    found = findings(stack_of(prompts=("dog", "owl", "sun", "bee") * 2))
     assert found["embeddings"].cause == "wrong_prompt"
     assert found["embeddings"].numbers["confidence"] == "certain"  # both are in the pool
-    stack = stack_of(prompts=("dog", "owl", "sun", "bee"))
+    stack = stack_of(prompts=("dog", "owl", "sun", "bee") * 2)
     named = examine_inputs(stack, Legs(stack), ["dog", "owl"])["embeddings"]
     assert (named.cause, named.numbers["confidence"]) == ("wrong_prompt", "likely")
 

@@ -7,6 +7,7 @@ import torch
 
 from flowcorr import sde
 from flowcorr.instruments.doctor.legs import CONVENTIONS, MEAN, Legs
+from flowcorr.instruments.doctor.stack import Stack
 
 LEGS = ("before", "log_probs", "between", "after")
 
@@ -81,13 +82,14 @@ def test_the_last_step_of_cps_is_an_euler_step(first, stack_of, captured):
         log_probs.append(log_prob)
         latents = moved
     given = {"latents": befores, "next_latents": afters, "log_probs": log_probs}
-    cps = stack_of(
+    samples = replace(
+        stack.samples,
         sde_type="cps",
         step_indices=range(first, 5),
-        prompts=captured["prompts"][:4],
         final_latents=latents,
         **{name: torch.stack(values[first:], 1) for name, values in given.items()},
     )
+    cps = Stack(stack.family, samples)
     legs = Legs(cps)
     assert legs.known == (() if first else ("before", "log_probs", "after"))
     assert legs.convention == (None if first else CONVENTIONS[3])

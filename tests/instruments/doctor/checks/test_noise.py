@@ -165,7 +165,7 @@ def test_noise_of_a_step_before(captured_of):
 def test_samples_of_one_prompt_may_share_their_noise(captured_of, captured):
     same = captured["initial_noise"].clone()
     same[1] = same[0]
-    found = check_captured_noise(captured_of(initial_noise=same, prompts=("cat", "cat", "sun", "bee")))
+    found = check_captured_noise(captured_of(initial_noise=same, prompts=("cat", "cat", "sun", "bee") * 2))
     assert found.level == "healthy"
 
 
