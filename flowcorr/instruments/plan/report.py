@@ -91,18 +91,13 @@ def _trainer(made: Plan) -> Finding:
     if not made.fits(peak):
         close = peak <= made.gpu.memory
         level, fits = ("warning", "may not fit") if close else ("serious", "does not fit")
-    remedy, keys = _less_memory(made, highest)
+    remedy, keys = _less_memory(made)
     sentence = f"{fits} {card}: {size}"
     return Finding(level=level, cause="trainer_memory", sentence=sentence, remedy=remedy, keys=keys)
 
 
-def _less_memory(made: Plan, highest: str) -> tuple[str, str]:
-    """The remedy by which the trainer fits, and its keys; empty if it fits, or fits with a smaller micro-batch.
-
-    Args:
-        made: the plan.
-        highest: the phase of the trainer's peak.
-    """
+def _less_memory(made: Plan) -> tuple[str, str]:
+    """The remedy by which the trainer fits, and its keys; empty if it fits, or fits with a smaller micro-batch."""
     if made.fits(made.memory.trainer):
         return "", ""
     whole = {overrides: memory.trainer for overrides, memory in made.changes.items()}
@@ -114,7 +109,8 @@ def _less_memory(made: Plan, highest: str) -> tuple[str, str]:
     remedy, keys = _first_that_fits(made, smallest)
     if remedy:
         return remedy, keys
-    smaller = ("a smaller rollout.batch_size",) if highest in ("sample", "evaluate") else ()
+    batches = [made.memory.phases.get(phase, 0.0) for phase in ("sample", "evaluate")]
+    smaller = () if all(map(made.fits, batches)) else ("a smaller rollout.batch_size",)
     ways = ", ".join(("a GPU with more memory", *smaller, *made.other_changes))
     return f"use {ways}, or fewer images a step", ""
 

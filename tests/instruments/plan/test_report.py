@@ -65,10 +65,12 @@ def test_no_key_is_needed_beside_a_smaller_micro_batch_that_fits(tiny):
 
 
 @pytest.mark.parametrize(("phase", "helps"), [("evaluate", True), ("sample", True), ("reward", False)])
-def test_a_smaller_batch_is_a_remedy_where_sampling_needs_the_most(tiny, phase, helps):
-    peaks = {**tiny.memory.phases, phase: 2 * tiny.memory.trainer}
+def test_a_smaller_batch_is_a_remedy_where_sampling_does_not_fit(tiny, phase, helps):
+    """Beside the encoding of prompts, which may need more than all else."""
+    room = MARGIN * tiny.memory.trainer
+    peaks = {**tiny.memory.phases, phase: 2 * room, "encode": 3 * room}
     made = replace(tiny, memory=replace(tiny.memory, phases=peaks))
-    found = on_gpu(made, 1.0, changes={}).findings[0]
+    found = on_gpu(made, room, changes={}).findings[0]
     assert ("rollout.batch_size" in found.remedy) is helps
 
 
