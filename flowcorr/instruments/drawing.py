@@ -188,7 +188,8 @@ def label_lines(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     rising = sorted(moved, key=places.__getitem__)
     for index in rising:
         below = moved[index] = max(places[index], below + gap)
-    for index in reversed(rising):  # back into the picture, without those that have room
+    # Names above the picture go down, and others only where they are in the way.
+    for index in reversed(rising):
         above = moved[index] = min(moved[index], above - gap)
     for index, (_, name, colour) in enumerate(ends):
         axes.annotate(

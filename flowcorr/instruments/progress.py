@@ -194,7 +194,7 @@ class TerminalObserver:
         """Print lines; prose is broken between words, and a command never."""
         try:
             self._console.print(text, markup=False, soft_wrap=not (prose and self._live))
-        except UnicodeEncodeError:  # a ValueError, but nothing is closed
+        except UnicodeEncodeError:  # it is a ValueError too, but the output is open
             raise
         except _CLOSED as error:
             if self._live and getattr(error, "errno", None) == errno.EIO:

@@ -1,5 +1,4 @@
 import contextlib
-import io
 import os
 import shlex
 import subprocess
@@ -188,8 +187,12 @@ def test_a_pipe_that_nobody_reads_ends_a_command_without_a_word(words):
     assert (done.returncode, done.stderr) == (1, b"")
 
 
-def test_an_encoding_without_a_character_is_named(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="latin-1"))
-    assert main(["explain", "ESS"]) == 1
-    error = capsys.readouterr().err
-    assert "latin-1, which has no '\u2265'; set PYTHONIOENCODING=utf-8:backslashreplace" in error
+def test_an_encoding_without_a_character_is_named():
+    done = subprocess.run(
+        [sys.executable, "-m", "flowcorr", "explain", "ESS"],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+        check=False,
+    )
+    assert done.returncode == 1
+    assert b"latin-1, which has no '\\u2265'; set PYTHONIOENCODING=utf-8:backslashreplace" in done.stderr

@@ -158,7 +158,7 @@ class _Rank:
         config, training, traces = self.config, self.training, self.traces
         trained = training.gradients
         copied = not self.own_engine and needs_base(config, self.ranks)
-        # Those of Ray's workers are in main memory.
+        # Ray's workers hold old versions of the weights in main memory.
         local = not self.in_workers and not shares_weights(config, self.ranks)
         versions = config.rollout.staleness + 1 if local else 0
         return (
