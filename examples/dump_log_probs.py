@@ -153,7 +153,7 @@ def capture_flow_factory(samples, trainer, dtype="bfloat16"):
 
     return flowcorr.ReplaySamples(
         prompts=[sample.prompt for sample in samples],
-        negative_prompt=samples[0].negative_prompt or "",
+        negative_prompt=[sample.negative_prompt or "" for sample in samples],
         guidance_scale=settings.guidance_scale,
         max_sequence_length=256,  # of SD3's; another family has its own
         initial_noise=latents(0),

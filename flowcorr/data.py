@@ -41,12 +41,14 @@ def load_prompts(data: DataConfig) -> PromptSet:
     holds one object a line: `{"prompt": ..., "target": ..., "tag": ..., ...}`, where a missing target is taken from the
     double quotes. Where the quotes can be read in more than one way there is no target, see `texts.quoted`.
     `"image": "cat.png"` or `"images": [...]` names reference images by their paths from the file; each is decoded once
-    here. All fields but these, prompt and target go into `Prompt.metadata`. `tiny_words` is the embedded list of words,
-    which the embedded model was trained to draw: the prompt is the word itself.
+    here. `"negative_prompt": "blurry"` takes the place of `sampling.negative_prompt` for this prompt. All fields but
+    these, prompt and target go into `Prompt.metadata`. `tiny_words` is the embedded list of words, which the embedded
+    model was trained to draw: the prompt is the word itself.
 
-    Without a second file, one is split by the SHA-256 of each prompt's key, which is its folded text and the content of
-    its images. So a prompt keeps its side whatever else the file holds and however it is spelt. The embedded words have
-    a split of their own, which the embedded model's pretraining respects.
+    Without a second file, one is split by the SHA-256 of each prompt's `content`, which is its folded text and the
+    content of its images. So a prompt keeps its side whatever else the file holds and however it is spelt, and one text
+    with several negative prompts, which are several prompts, is on one side. The embedded words have a split of their
+    own, which the embedded model's pretraining respects.
 
     Args:
         data: the files, or `tiny_words`, and how they are read. Of held-out prompts, each one counts once, and those
@@ -66,15 +68,15 @@ def load_prompts(data: DataConfig) -> PromptSet:
         split = f"data.heldout_path={data.heldout_path!r}"
         heldout = _read(data, "heldout_path", data.heldout_path)
     _check_counts([*prompts, *heldout])
-    held_back = {prompt.key: prompt for prompt in heldout}
-    train = [prompt for prompt in prompts if prompt.key not in held_back]
+    held_back = {prompt.content for prompt in heldout}
+    train = [prompt for prompt in prompts if prompt.content not in held_back]
     for side, chosen in (("training", train), ("held-out", heldout)):
         if not chosen:
             raise ConfigError(
                 f"data.path={data.path!r}: {split} leaves no {side} prompt of {len(prompts)}; add prompts, or change "
                 "that key"
             )
-    ordered = sorted(held_back.values(), key=_hash)
+    ordered = sorted({prompt.key: prompt for prompt in heldout}.values(), key=_hash)
     return PromptSet(train=tuple(train), heldout=tuple(ordered[: data.num_heldout]))
 
 
@@ -279,11 +281,12 @@ def _parse_json(line: str, place: str, *, target_field: str, tag_field: str) -> 
     prompt = Prompt(
         text=text,
         target=_quoted(text) if target is None else target,
+        negative_prompt=_string(entry, "negative_prompt", place, expected, may_be_empty=True),
         tag=_string(entry, tag_field, place, expected),
         metadata={
             key: value
             for key, value in entry.items()
-            if key not in ("prompt", "image", "images", target_field)
+            if key not in ("prompt", "negative_prompt", "image", "images", target_field)
         },
         place=place,
     )
@@ -322,9 +325,11 @@ def _images(entry: Mapping[str, Any], place: str) -> list[str]:
     return paths
 
 
-def _string(entry: Mapping[str, Any], key: str, place: str, expected: str) -> str | None:
+def _string(
+    entry: Mapping[str, Any], key: str, place: str, expected: str, *, may_be_empty: bool = False
+) -> str | None:
     value = entry.get(key)
-    if value is not None and (not isinstance(value, str) or not folded(value)):
+    if value is not None and not (isinstance(value, str) and (may_be_empty or folded(value))):
         raise ConfigError(f'{place} has "{key}": {json.dumps(value)}, which is not text; {expected}')
     if value is not None and any("\ud800" <= character <= "\udfff" for character in value):
         raise ConfigError(f'{place} has "{key}": {json.dumps(value)}, half of a character; {expected}')
@@ -342,4 +347,4 @@ def _quoted(text: str) -> str | None:
 
 def _hash(prompt: Prompt) -> float:
     """A number in [0, 1) that depends on nothing but what the model is asked for."""
-    return int.from_bytes(hashlib.sha256(prompt.key.encode()).digest()[:6], "big") / 2**48
+    return int.from_bytes(hashlib.sha256(prompt.content.encode()).digest()[:6], "big") / 2**48

@@ -86,6 +86,31 @@ def test_lines_in_the_form_of_geneval(tmp_path):
     assert prompts[0].metadata == {"tag": "counting", "include": [{"class": "cup", "count": 2}]}
 
 
+def test_a_negative_prompt_is_the_prompts_own(tmp_path):
+    lines = [
+        '{"prompt": "a cat", "negative_prompt": "blurry", "style": "x"}',
+        '{"prompt": "a cat", "negative_prompt": ""}',
+    ]
+    prompts = read_prompts(write(tmp_path, "\n".join([*lines, '{"prompt": "a cat"}']), "prompts.jsonl"))
+    assert [prompt.negative_prompt for prompt in prompts] == ["blurry", "", None]
+    assert prompts[0].metadata == {"style": "x"}
+    assert len({prompt.key for prompt in prompts}) == 3
+
+
+def test_one_text_with_several_negative_prompts_is_on_one_side(tmp_path):
+    lines = [
+        json.dumps({"prompt": f"a cat number {number}", "negative_prompt": negative})
+        for number in range(40)
+        for negative in ("blurry", "ugly")
+    ]
+    split = load(write(tmp_path, "\n".join(lines), "prompts.jsonl"))
+    assert len(split.train) + len(split.heldout) == 80
+    assert not {prompt.text for prompt in split.train} & {prompt.text for prompt in split.heldout}
+    held = write(tmp_path, '{"prompt": "a cat number 3", "negative_prompt": "other"}', "held.jsonl")
+    split = load(tmp_path / "prompts.jsonl", heldout_path=str(held))
+    assert len(split.train) == 78
+
+
 def test_fields_of_target_and_tag_are_chosen(tmp_path):
     line = '{"prompt": "a \\"big\\" sign %d", "text": "Hello", "category": "Text", "target": "x"}'
     path = write(tmp_path, "\n".join(line % number for number in range(20)), "prompts.jsonl")

@@ -121,7 +121,7 @@ class SamplingConfig:
         guidance_scale: classifier-free guidance (SD3, FLUX.2 klein, Ovis-Image, Wan; Z-Image, one more than its
             pipeline counts) or distilled guidance (FLUX.1); 1 is off.
         true_cfg_scale: classifier-free guidance of Qwen-Image and Qwen-Image-Edit; 1 is off.
-        negative_prompt: the text that guidance moves away from.
+        negative_prompt: the text that guidance moves away from; a line of the data may have its own.
         height, width: image size in pixels; null takes the model's native size.
         num_frames: frames of a video; null takes the model's native number, which is 1 of a model that makes images.
         cps_unscaled: drop `1 / (2 s^2)` from cps log-probs, as other code bases do. The result is not a density, and

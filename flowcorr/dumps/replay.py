@@ -69,7 +69,7 @@ class ReplaySamples:
         initial_noise: `[B, *L]`, as the pipeline has its latents.
         images: `[B, H, W, 3]`, videos `[B, F, H, W, 3]`, or either with channels before `H`; uint8, or floats from
             0 to 1.
-        negative_prompt: of all samples.
+        negative_prompt: of all samples, or texts, one a sample.
         guidance_scale: as it was used; 1 is off.
         sigmas: `[N + 1]`, noise levels of the schedule as the engine used it, down to 0.
         timesteps: `[N]`, as the transformer was fed.
@@ -90,7 +90,7 @@ class ReplaySamples:
     prompts: Sequence[str]
     initial_noise: Array
     images: Array
-    negative_prompt: str | None = None
+    negative_prompt: str | Sequence[str] | None = None
     guidance_scale: float | None = None
     sigmas: Array | None = None
     timesteps: Array | None = None
@@ -113,6 +113,9 @@ class ReplaySamples:
         if not count or isinstance(self.prompts, str):
             raise BatchError(f"flowcorr.ReplaySamples: prompts={self.prompts!r} must be texts, one a sample")
         changed: dict[str, Any] = {"prompts": tuple(self.prompts[:count])}
+        if isinstance(self.negative_prompt, list | tuple):
+            self._check_length("negative_prompt", self.negative_prompt)
+            changed["negative_prompt"] = tuple(self.negative_prompt[:count])
         for name in _NUMBERS:
             if hasattr(value := getattr(self, name), "item"):  # of numpy or torch
                 changed[name] = value.item()
@@ -123,11 +126,8 @@ class ReplaySamples:
                     raise BatchError(
                         f"flowcorr.ReplaySamples: {name} is one number; give one a sample or step"
                     )
-                if name in _BY_SAMPLE and len(value) != len(self.prompts):
-                    raise BatchError(
-                        f"flowcorr.ReplaySamples: {name} is of {len(value)} samples, and prompts of "
-                        f"{len(self.prompts)}; give all fields of the same samples, in one order"
-                    )
+                if name in _BY_SAMPLE:
+                    self._check_length(name, value)
                 changed[name] = _copied(name, value[:count] if name in _BY_SAMPLE else value)
         changed |= {name: _as_pixels(name, changed[name]) for name in _PIXELS if name in changed}
         if "references" in changed and changed["references"].dim() == 4:
@@ -137,6 +137,13 @@ class ReplaySamples:
             object.__setattr__(self, name, value)
         if problem := _problem(self):
             raise BatchError(f"flowcorr.ReplaySamples: {problem}")
+
+    def _check_length(self, name: str, value: Any) -> None:
+        if len(value) != len(self.prompts):
+            raise BatchError(
+                f"flowcorr.ReplaySamples: {name} is of {len(value)} samples, and prompts of "
+                f"{len(self.prompts)}; give all fields of the same samples, in one order"
+            )
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name, without the adapter's."""
@@ -215,12 +222,18 @@ def replay_files(folder: Path) -> dict[int, Path]:
 
 _OTHER_DTYPES = {("images", "U8"), ("references", "U8"), ("step_indices", "I64")}
 _IS_NUMBER = ("a number", lambda value: type(value) in (int, float) and math.isfinite(value))
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(text, str) for text in value)
+
+
 _PLAIN: dict[str, tuple[str, Any]] = {
-    "prompts": (
-        "texts, one a sample",
-        lambda value: isinstance(value, list) and value and all(isinstance(text, str) for text in value),
+    "prompts": ("texts, one a sample", _are_texts),
+    "negative_prompt": (
+        "a text, or texts, one a sample",
+        lambda value: isinstance(value, str) or _are_texts(value),
     ),
-    "negative_prompt": ("a text", lambda value: isinstance(value, str)),
     "guidance_scale": _IS_NUMBER,
     "noise_level": ("a number above 0", lambda value: _IS_NUMBER[1](value) and value > 0),
     "adapter_alpha": ("a number above 0", lambda value: _IS_NUMBER[1](value) and value > 0),
@@ -243,7 +256,7 @@ def _problem_of_plain(name: str, value: object) -> str:
 def _problem(samples: ReplaySamples) -> str:
     """The first problem of what it was given, in words; empty if there is none."""
     for name in _PLAIN:
-        value = list(samples.prompts) if name == "prompts" else getattr(samples, name)
+        value = getattr(samples, name)
         if value is not None and (problem := _problem_of_plain(name, value)):
             return problem
     if bool(samples.adapter) != (samples.adapter_alpha is not None):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,7 +27,7 @@ Conditioning = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guidance:
-    """Guidance of one run, as `sampling` states it."""
+    """Guidance of a run, as `sampling` states it, or of one of its prompts."""
 
     guidance_scale: float = 1.0
     true_cfg_scale: float = 1.0
@@ -40,6 +41,12 @@ class Guidance:
             true_cfg_scale=sampling.true_cfg_scale,
             negative_prompt=sampling.negative_prompt,
         )
+
+    def of_prompt(self, prompt: Prompt) -> Guidance:
+        """The guidance of one prompt, which may have a negative prompt of its own."""
+        if prompt.negative_prompt is None:
+            return self
+        return replace(self, negative_prompt=prompt.negative_prompt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +185,32 @@ class ModelFamily(ABC):
                 )
 
     @classmethod
+    def check_negative_prompts(cls, prompts: Sequence[Prompt], guidance: Guidance) -> None:
+        """Say that negative prompts are not read, where guidance is off or reads none.
+
+        Warns:
+            UserWarning: prompts have one of their own, or `sampling` has one that this family never reads.
+        """
+        if cls.needs_negative(guidance):
+            return
+        own = [prompt for prompt in prompts if prompt.negative_prompt is not None]
+        if own:
+            subject = (
+                f"negative_prompt of {len(own)} prompts ({own[0].place or repr(own[0].text)} is the first)"
+            )
+        elif guidance.negative_prompt and not cls.encodes_negative:
+            subject = f"sampling.negative_prompt={guidance.negative_prompt!r}"
+        else:  # `config.rules` warns of guidance that is off
+            return
+        key = f"sampling.{cls.guidance_key}"
+        reason = f"guidance is off at {key}={getattr(guidance, cls.guidance_key):g}; set it above 1"
+        if not cls.encodes_negative:
+            reason = f"a model of the family {cls.name} reads no negative prompt"
+        warnings.warn(
+            f"{subject} has no effect: {reason}", UserWarning, stacklevel=1
+        )  # one place: shown once
+
+    @classmethod
     def text_shapes(cls, configs: Mapping[str, Mapping[str, Any]], length: int) -> TextShapes | None:
         """Sizes of one prompt's text, for `flowcorr plan`; None if they are not known without the model.
 
@@ -248,17 +281,28 @@ class ModelFamily(ABC):
         return guidance
 
     def encode(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
-        """Conditioning of the prompts, see `embed`; logs prompts that the text encoders do not read to the end."""
-        if self.needs_negative(guidance):
-            self.cuts.add([Prompt(text=guidance.negative_prompt, place="sampling.negative_prompt")])
+        """Conditioning of the prompts, see `embed`, where each may have a negative prompt of its own.
+
+        Prompts and negative prompts that the text encoders do not read to the end are logged.
+        """
+        needs_negative = self.needs_negative(guidance)
+        places: dict[Guidance, list[int]] = {}
+        for place, prompt in enumerate(prompts):
+            places.setdefault(guidance.of_prompt(prompt) if needs_negative else guidance, []).append(place)
+        if needs_negative:
+            self.cuts.add(negative_prompts(prompts, guidance))
         self.cuts.add(prompts)
-        return self.embed(prompts, guidance)
+        parts = [self.embed([prompts[place] for place in own], one) for one, own in places.items()]
+        if len(parts) == 1:
+            return parts[0]
+        order = torch.tensor([place for own in places.values() for place in own]).argsort()
+        return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
 
     @abstractmethod
     def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
         """Conditioning `{name: [B, ...]}` of the prompts, with the negative prompt's where guidance is on.
 
-        The prompts' own rows do not depend on `guidance`.
+        All prompts of a call share `guidance.negative_prompt`. Their own rows do not depend on `guidance`.
         """
 
     def tokenized_text(self, prompt: str) -> str:
@@ -356,6 +400,19 @@ class ModelFamily(ABC):
         Path(directory).mkdir(parents=True, exist_ok=True)
         write_for_diffusers(directory, state, options)
         write_for_peft(directory, state, options)
+
+
+def negative_prompts(prompts: Sequence[Prompt], guidance: Guidance) -> list[Prompt]:
+    """The different negative prompts of `prompts`, as prompts, each with the first place that it was read from."""
+    negatives: dict[str, Prompt] = {}
+    for prompt in prompts:
+        own = prompt.negative_prompt is not None
+        place = (
+            f"negative_prompt of {prompt.place or repr(prompt.text)}" if own else "sampling.negative_prompt"
+        )
+        text = guidance.of_prompt(prompt).negative_prompt
+        negatives.setdefault(text, Prompt(text=text, place=place))
+    return list(negatives.values())
 
 
 def with_negative(

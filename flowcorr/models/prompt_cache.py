@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flowcorr.models.base import Conditioning, Guidance, ModelFamily
-from flowcorr.records import Prompt, distinct
+from flowcorr.models.base import Conditioning, Guidance, ModelFamily, negative_prompts
+from flowcorr.records import Prompt
+from flowcorr.texts import folded
 
 logger = logging.getLogger(__name__)
+_Key = tuple[str, ...]  # a kind of row, and the texts that it depends on
 
 CHUNK, CHUNK_TOKENS = 64, 4096  # prompts that are encoded at a time at most, and tokens
 MAX_BYTES = 8 * 2**30
@@ -22,15 +25,16 @@ MULTIPLE = 16  # of tokens: what matrix products and attention on a GPU are fast
 class PromptCache:
     """Conditioning by prompt, kept in main memory; prompts of one key have that of the first of them in `prompts`.
 
-    The negative prompt is the same for all prompts, so it is encoded with the first of them only, and stored once; but
-    an encoder that sees reference images reads it with those of each prompt. Of
+    A negative prompt is encoded with the first prompts that have it, and stored once for all of them; but an encoder
+    that sees reference images reads it with those of each prompt. Of
     text with a mask only the tokens that count are stored, and all rows are padded to the longest of `prompts`: the
     mask hides the padding, but it would cost time.
 
-    If the embeddings of all `prompts` fit into `max_bytes` they are computed at once, in their order and in
-    fixed chunks, and the text encoders are freed. Otherwise the encoders wait in main memory, and each prompt is
-    encoded when it is needed, alone; beyond `max_bytes` those that were not asked for the longest are dropped, but none
-    of the call that asks. Either way a prompt's embedding never depends on the batch that asks for it.
+    If the embeddings of all `prompts` fit into `max_bytes` they are computed at once, in their order, those of one
+    negative prompt together, and in fixed chunks, and the text encoders are freed. Otherwise the encoders wait in main
+    memory, and each prompt is encoded when it is needed, alone; beyond `max_bytes` those that were not asked for the
+    longest are dropped, but none of the call that asks. Either way a prompt's embedding never depends on the batch that
+    asks for it.
     """
 
     def __init__(
@@ -42,18 +46,22 @@ class PromptCache:
         max_bytes: int = MAX_BYTES,
     ) -> None:
         self._family = family
+        self._guidance = guidance
         self._max_bytes = max_bytes
-        self._rows: dict[str, Conditioning] = {}
-        self._negative: Conditioning = {}
-        self._own_negative = family.vision_tokens > 0 and any(prompt.images for prompt in prompts)
-        self._guidance = guidance if self._own_negative else Guidance()
+        self._is_guided = family.needs_negative(guidance)
+        self._sees_images = family.vision_tokens > 0 and any(prompt.images for prompt in prompts)
+        self._rows: dict[_Key, Conditioning] = {}  # of prompts, and of negative prompts
         self._num_tokens: dict[str, int] = {}  # of each text with a mask, negative or not
-        unique = distinct(prompts)
-        self._first = {prompt.key: prompt for prompt in unique}
-        family.cuts.add(unique)
-        chunk = chunk_size(family.text_tokens)
-        self._add(unique[:chunk], guidance)
-        size = sum(map(_nbytes, self._rows.values())) / len(self._rows) * len(unique)
+        self._first: dict[str, Prompt] = {}  # by content
+        self._negatives: dict[str, str] = {}  # by their folded text
+        asked = {self._keys(prompt): self._first_spelling(prompt) for prompt in prompts}
+        family.cuts.add(self._first.values())
+        if self._is_guided:
+            family.cuts.add(negative_prompts(prompts, guidance))
+        unique = sorted(asked.values(), key=self._negative)
+        chunks = range(0, len(unique), chunk_size(family.text_tokens))
+        self._add(unique[: chunks.step])
+        size = self._size_of({key for keys in asked for key in keys})
         self._fits = size <= max_bytes
         if not self._fits:
             logger.info(
@@ -64,10 +72,10 @@ class PromptCache:
             self._rows.clear()
             family.move_text_encoders(torch.device("cpu"))
             return
-        for begin in range(chunk, len(unique), chunk):
-            self._add(unique[begin : begin + chunk])
+        for begin in chunks[1:]:
+            self._add(unique[begin : begin + chunks.step])
         for text, full in self._num_tokens.items():
-            rows = [*self._rows.values(), self._negative]
+            rows = self._rows.values()
             longest = max(len(tensor) for row in rows for name, tensor in row.items() if _text(name) == text)
             self._num_tokens[text] = min(full, -(-longest // MULTIPLE) * MULTIPLE)
         family.free_text_encoders()
@@ -75,38 +83,67 @@ class PromptCache:
     def __call__(self, prompts: Sequence[Prompt]) -> Conditioning:
         """Conditioning `{name: [B, ...]}` of `prompts`, on the model's device."""
         device = next(self._family.transformer.parameters()).device
-        missing = [
-            self._first.setdefault(prompt.key, prompt)
-            for prompt in distinct(prompts)
-            if prompt.key not in self._rows
-        ]
+        keys = [self._keys(prompt) for prompt in prompts]
+        missing = {
+            own: self._first_spelling(prompt)
+            for own, prompt in zip(keys, prompts, strict=True)
+            if not self._rows.keys() >= {*own}
+        }
         if missing:
             self._family.move_text_encoders(device)
-            for prompt in missing:
+            for prompt in missing.values():
                 self._add([prompt])
             self._family.move_text_encoders(torch.device("cpu"))
-        keys = [prompt.key for prompt in prompts]
-        for key in keys:
+        asked = [key for own in keys for key in own]
+        for key in asked:
             self._rows[key] = self._rows.pop(key)  # to the end: the oldest come first
         if not self._fits:
-            self._drop_oldest(keep=len(set(keys)))
-        rows = [self._rows[key] for key in keys]
-        negative = {name: self._stacked(name, [row] * len(rows)) for name, row in self._negative.items()}
-        positive = {name: self._stacked(name, [row[name] for row in rows]) for name in rows[0]}
-        return {name: values.to(device) for name, values in (positive | negative).items()}
+            self._drop_oldest(keep=len(set(asked)))
+        rows = [{name: row for key in own for name, row in self._rows[key].items()} for own in keys]
+        return {name: self._stacked(name, [row[name] for row in rows]).to(device) for name in rows[0]}
 
-    def _add(self, prompts: Sequence[Prompt], guidance: Guidance | None = None) -> None:
-        """Encode prompts; with guidance also the negative prompt."""
-        encoded: dict[str, Tensor] = self._family.encode(prompts, guidance or self._guidance)
-        shared = {name for name in encoded if name.startswith("negative_") and not self._own_negative}
+    def _negative(self, prompt: Prompt) -> str:
+        """The negative prompt that guidance reads beside a prompt, however it is spelt; empty without guidance."""
+        return folded(self._guidance.of_prompt(prompt).negative_prompt) if self._is_guided else ""
+
+    def _keys(self, prompt: Prompt) -> tuple[_Key, ...]:
+        """The rows that make up a prompt's conditioning: its own, and its negative prompt's."""
+        if not self._is_guided:
+            return (("prompt", prompt.content),)
+        if self._sees_images:
+            return (("both", prompt.content, self._negative(prompt)),)
+        return ("prompt", prompt.content), ("negative", self._negative(prompt))
+
+    def _first_spelling(self, prompt: Prompt) -> Prompt:
+        """The prompt as it was spelt first, text and negative prompt each on its own."""
+        first = self._first.setdefault(prompt.content, prompt)
+        text = self._guidance.of_prompt(prompt).negative_prompt
+        return replace(first, negative_prompt=self._negatives.setdefault(self._negative(prompt), text))
+
+    def _size_of(self, keys: Collection[_Key]) -> float:
+        """Bytes of rows, those of a kind on average as large as the stored ones."""
+        sizes: dict[str, list[int]] = {}
+        for key, row in self._rows.items():
+            sizes.setdefault(key[0], []).append(_nbytes(row))
+        return sum(sum(sizes[kind]) / len(sizes[kind]) for kind, *_ in keys)
+
+    def _add(self, prompts: Sequence[Prompt]) -> None:
+        """Encode prompts, with guidance where one of their negative prompts is not stored."""
+        keys = [self._keys(prompt) for prompt in prompts]
+        is_known = all(own[-1] in self._rows for own in keys) and self._is_guided
+        encoded: dict[str, Tensor] = self._family.encode(prompts, Guidance() if is_known else self._guidance)
         masked = _with_masks(encoded)
-        self._num_tokens = {_text(name): encoded[name].shape[1] for name in masked}
-        for index, prompt in enumerate(prompts):
+        self._num_tokens |= {_text(name): encoded[name].shape[1] for name in masked}
+        for index, own in enumerate(keys):
             row = {name: rows[index] for name, rows in encoded.items()}
             lengths = {name: int(row[mask].nonzero().max()) + 1 for name, mask in masked.items()}
             kept = {name: self._stored(values[: lengths.get(name)]) for name, values in row.items()}
-            self._rows[prompt.key] = {name: kept[name] for name in kept if name not in shared}
-            self._negative |= {name: kept[name] for name in shared}
+            if len(own) == 1:
+                self._rows.setdefault(own[0], kept)
+                continue
+            for key, is_negative in zip(own, (False, True), strict=True):
+                part = {name: kept[name] for name in kept if name.startswith("negative_") == is_negative}
+                self._rows.setdefault(key, part)
 
     def _stored(self, values: Tensor) -> Tensor:
         """A copy in main memory, in the dtype that the transformer computes with."""

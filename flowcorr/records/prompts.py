@@ -22,6 +22,7 @@ class Prompt:
     Attributes:
         text: the prompt that the model gets.
         images: the reference images that an editing model gets with it.
+        negative_prompt: the text that guidance moves away from; None for `sampling.negative_prompt`.
         target: what a reward looks for in the image, such as the words to render.
         tag: its kind, by which `reward.terms` may choose prompts.
         metadata: further fields of the data file, for a user's own reward.
@@ -30,6 +31,7 @@ class Prompt:
 
     text: str
     images: tuple[Reference, ...] = ()
+    negative_prompt: str | None = None
     target: str | None = None
     tag: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -39,8 +41,15 @@ class Prompt:
     def key(self) -> str:
         """The request to the model: prompts with equal keys are one prompt, however their texts are spelt.
 
-        It is the folded text, and a line for each reference image.
+        It is `content`, and a line for a negative prompt of its own.
         """
+        if self.negative_prompt is None:
+            return self.content
+        return f"{self.content}\nnegative: {folded(self.negative_prompt)}"
+
+    @property
+    def content(self) -> str:
+        """What is asked for, whatever guidance moves away from: the folded text, and a line for each image."""
         return "\n".join([folded(self.text), *(image.digest for image in self.images)])
 
 

@@ -18,7 +18,7 @@ from flowcorr.config.schema import Config
 from flowcorr.config.task import RewardTerm
 from flowcorr.data import PromptSet, PromptStream, load_prompts, prompts_digest
 from flowcorr.errors import ConfigError, unknown_choice
-from flowcorr.models import ModelFamily, load_family
+from flowcorr.models import Guidance, ModelFamily, load_family
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Prompt
 from flowcorr.rewards import (
@@ -94,8 +94,12 @@ def build_stacks(
     Raises:
         ConfigError: something in `config` cannot work.
         BackendError: the engine does not start, or the device has no memory left.
+
+    Warns:
+        UserWarning: prompts have negative prompts, and guidance reads none.
     """
     family.check_references(prompts)
+    family.check_negative_prompts(prompts, Guidance.of(config.sampling))
     with out_of_memory.explained(config, lambda: out_of_memory.LOADING):
         actor = DiffusionActor(family, config)
     with distributed.fail_together("starting the rollout engine"):

@@ -42,6 +42,16 @@ def test_dump_writes_it_beside_the_step_which_others_read_as_before(tmp_path):
     assert list(replay_files(tmp_path)) == [3]
 
 
+def test_each_sample_may_have_a_negative_prompt_of_its_own(tmp_path):
+    made = samples(negative_prompt=[f"blur {index}" for index in range(6)])
+    expected = tuple(f"blur {index}" for index in range(COUNT))
+    assert made.negative_prompt == load_replay(save_replay(tmp_path, 0, made)).negative_prompt == expected
+    with pytest.raises(BatchError, match="negative_prompt is of 2 samples, and prompts of 6"):
+        samples(negative_prompt=["a", "b"])
+    with pytest.raises(BatchError, match="negative_prompt=.* must be a text, or texts, one a sample"):
+        samples(negative_prompt=[1] * 6)
+
+
 @pytest.mark.parametrize("kind", [np.float64, np.float32, torch.tensor])
 def test_numbers_may_be_of_any_library(kind):
     made = samples(guidance_scale=kind(4.5), noise_level=kind(0.5), max_sequence_length=np.int64(7))

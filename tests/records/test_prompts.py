@@ -22,3 +22,11 @@ def test_a_prompt_with_another_reference_image_asks_for_another_thing(tmp_path):
 
 def test_the_place_of_a_prompt_is_no_part_of_it():
     assert Prompt(text="a cat", place="a.txt:1") == Prompt(text="a cat", place="b.txt:2")
+
+
+def test_a_prompt_with_another_negative_prompt_is_another_request_for_one_content():
+    prompts = [
+        Prompt(text="a cat", negative_prompt=text) for text in (None, "", "blurry", "ugly", " blurry  ")
+    ]
+    assert distinct(prompts) == prompts[:4]
+    assert len({prompt.content for prompt in prompts}) == 1

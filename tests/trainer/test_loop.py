@@ -1,6 +1,7 @@
 """Whole runs: what they leave in their folder."""
 
 import gc
+import json
 import math
 
 import torch
@@ -54,6 +55,44 @@ def test_the_names_that_rewards_may_not_use_are_those_of_every_run(plain_runs):
     logged = {name for record in read_metrics(plain_runs[0] / "metrics.jsonl") for name in record}
     names = {name.partition("/")[2] for name in logged if name.startswith(("reward/", "eval/"))}
     assert names == BUILT_IN_METRICS - {"image/motion"}  # of videos
+
+
+def test_a_negative_prompt_in_every_line_is_that_of_the_recipe(tmp_path):
+    """In sampling, scoring, replays and evaluations; with another one all of these differ."""
+    losses, scores = {}, {}
+    for name, of_lines, of_recipe in (
+        ("lines", "dog", "sun"),
+        ("recipe", None, "dog"),
+        ("other", None, "sun"),
+    ):
+        own = {} if of_lines is None else {"negative_prompt": of_lines}
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text(
+            "\n".join(
+                json.dumps({"prompt": text, **own}) for text in ("cat", "elk", "bee", "owl", "ant", "fox")
+            )
+        )
+        trainer.train(
+            small_config(
+                f"data.path={file}",
+                "data.heldout_fraction=0.3",
+                "data.num_train=2048",
+                "sampling.guidance_scale=3",
+                f"sampling.negative_prompt={of_recipe}",
+                "rollout.replay_every=1",
+                "trainer.total_steps=1",
+            ),
+            tmp_path / name,
+        )
+        first = read_metrics(tmp_path / name / "metrics.jsonl")
+        losses[name] = [
+            first[1][key]
+            for key in ("reward/mean", "actor/grad_norm", "rollout_corr/kl", "rollout_corr/replay/before")
+        ]
+        scores[name] = [record["eval/reward"] for record in first]
+    assert (losses["lines"], scores["lines"]) == (losses["recipe"], scores["recipe"])
+    assert losses["lines"][1] != losses["other"][1]
+    assert scores["lines"] != scores["other"]
 
 
 def test_every_metric_of_a_run_is_explained(plain_runs):

@@ -53,7 +53,7 @@ def hypotheses(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
     A long run has more prompts than can be tried: the samples' own come first, then those of `pool` in its order.
     """
     inputs = stack.captured
-    others = list(dict.fromkeys((*inputs.prompts, inputs.negative_prompt, "", *pool)))[:_MAX_PROMPTS]
+    others = list(dict.fromkeys((*inputs.prompts, *inputs.negative_prompts, "", *pool)))[:_MAX_PROMPTS]
     yield Hypothesis(
         check="embeddings",
         cause="wrong_prompt",
@@ -71,13 +71,13 @@ def hypotheses(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
             remedy="hand guidance and the negative prompt's embeddings to the engine",
             inputs=(replace(inputs, guidance_scale=1.0),),
         )
-    if inputs.guidance_scale != 1 and inputs.negative_prompt:
+    if inputs.guidance_scale != 1 and any(inputs.negative_prompts):
         yield Hypothesis(
             check="guidance",
             cause="negative_prompt",
             message="the engine sampled with an empty negative prompt",
             remedy="hand the negative prompt's embeddings to the engine",
-            inputs=(replace(inputs, negative_prompt=""),),
+            inputs=(replace(inputs, negative_prompts=("",) * len(inputs.prompts)),),
         )
     if inputs.adapter and not stack.adapter_is_zero:
         yield Hypothesis(

@@ -35,7 +35,8 @@ class Inputs:
 
     Attributes:
         prompts: one a sample.
-        guidance_scale, negative_prompt: of all.
+        guidance_scale: of all.
+        negative_prompts: one a sample.
         adapter: whether it is on.
         max_sequence_length: of the long text encoder.
         timesteps: `[N]` of the schedule, as the transformer is fed.
@@ -44,7 +45,7 @@ class Inputs:
 
     prompts: tuple[str, ...]
     guidance_scale: float
-    negative_prompt: str
+    negative_prompts: tuple[str, ...]
     adapter: bool
     max_sequence_length: int | None
     timesteps: tuple[float, ...]
@@ -83,10 +84,13 @@ class Stack:
         count = len(sigmas) - 1 if sigmas is not None else 0 if timesteps is None else len(timesteps)
         self.own: Schedule | None = family.schedule(count, self.latent_shape) if count else None
         own = Schedule(sigmas=(), timesteps=()) if self.own is None else self.own
+        negative = samples.negative_prompt or ""
         self.captured = Inputs(
             prompts=tuple(samples.prompts),
             guidance_scale=1.0 if samples.guidance_scale is None else samples.guidance_scale,
-            negative_prompt=samples.negative_prompt or "",
+            negative_prompts=(negative,) * len(samples.prompts)
+            if isinstance(negative, str)
+            else tuple(negative),
             adapter=bool(samples.adapter),
             max_sequence_length=samples.max_sequence_length,
             timesteps=own.timesteps if timesteps is None else tuple(timesteps.tolist()),
@@ -97,7 +101,7 @@ class Stack:
         self.velocity_error = max(of_engine, of_stack)
         if samples.adapter:
             load_adapter(family, samples)
-        self._encoded: dict[tuple[str, int, float, str, int | None], Conditioning] = {}
+        self._encoded: dict[tuple[str, str, int, float, int | None], Conditioning] = {}
 
     @property
     def device(self) -> torch.device:
@@ -136,10 +140,12 @@ class Stack:
         self, latents: Tensor, indices: Sequence[int], rows: Sequence[int], inputs: Inputs
     ) -> Tensor:
         """Velocities `[b, *L]` at `latents` `[b, *L]`, of samples `rows` at steps `indices` of the schedule."""
-        guidance = Guidance(guidance_scale=1.0, true_cfg_scale=1.0, negative_prompt=inputs.negative_prompt)
         scale: dict[str, Any] = {self.family.guidance_key: inputs.guidance_scale}
-        guidance = replace(guidance, **scale)
-        asked = [(inputs.prompts[row], self._source(row, inputs.prompts[row])) for row in rows]
+        guidance = Guidance(**scale)
+        asked = [
+            (inputs.prompts[row], inputs.negative_prompts[row], self._source(row, inputs.prompts[row]))
+            for row in rows
+        ]
         known = {
             one: self._conditioning(*one, guidance, inputs.max_sequence_length)
             for one in dict.fromkeys(asked)
@@ -177,14 +183,17 @@ class Stack:
                 images.append(Reference.of(path))
             yield Prompt(text=text, images=tuple(images))
 
-    def _conditioning(self, text: str, source: int, guidance: Guidance, length: int | None) -> Conditioning:
-        scale = getattr(guidance, self.family.guidance_key)
-        key = (text, source, scale, guidance.negative_prompt, length)
+    def _conditioning(
+        self, text: str, negative: str, source: int, guidance: Guidance, length: int | None
+    ) -> Conditioning:
+        key = (text, negative, source, getattr(guidance, self.family.guidance_key), length)
         if key not in self._encoded:
             before, self.family.text_tokens = self.family.text_tokens, self.family.count_text_tokens(length)
             try:
                 with self._prompt(text, source) as prompt:
-                    self._encoded[key] = self.family.encode([prompt], guidance)
+                    self._encoded[key] = self.family.encode(
+                        [replace(prompt, negative_prompt=negative)], guidance
+                    )
             finally:
                 self.family.text_tokens = before
         return self._encoded[key]

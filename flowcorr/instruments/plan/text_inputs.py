@@ -49,14 +49,16 @@ class TextInputs(TextShapes):
 def with_longest_prompt(
     architecture: Architecture, family: type[ModelFamily], config: Config, texts: Collection[str]
 ) -> Config:
-    """The config with `model.max_sequence_length` lowered to the longest prompt, if conditioning is cut to that.
+    """The config with `model.max_sequence_length` lowered to the longest of `texts`, if conditioning is cut to that.
+
+    `texts` are the prompts and the negative prompts.
 
     A token is at least one byte, so the length in bytes bounds the number of tokens.
     """
     inputs = text_inputs(architecture, family, config)
     if not inputs.is_cut_to_longest:
         return config
-    longest = max(len(text.encode()) for text in (*texts, config.sampling.negative_prompt))
+    longest = max(len(text.encode()) for text in texts)
     length = -(-(longest + inputs.template_tokens) // MULTIPLE) * MULTIPLE
     length = min(family.count_text_tokens(config.model.max_sequence_length), length)
     return replace(config, model=replace(config.model, max_sequence_length=length))

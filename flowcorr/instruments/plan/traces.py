@@ -24,9 +24,9 @@ from flowcorr.instruments.plan.training import (
     trace_pass,
     trace_training,
 )
-from flowcorr.models import DTYPES
+from flowcorr.models import DTYPES, Guidance
+from flowcorr.models.base import negative_prompts
 from flowcorr.models.prompt_cache import MAX_BYTES, chunk_size
-from flowcorr.records import distinct
 from flowcorr.rollout.base import samples_codes
 
 
@@ -76,9 +76,12 @@ def trace(config: Config, ranks: int = 1) -> Traces:
     architecture = find_architecture(config.model.path)
     family = family_class(architecture, config.model)
     data = load_prompts(config.data)
-    family.check_references((*data.train, *data.heldout))
+    prompts = (*data.train, *data.heldout)
+    family.check_references(prompts)
     architecture = replace(architecture, num_references=len(data.train[0].images))
-    texts = [prompt.text for prompt in distinct((*data.train, *data.heldout))]
+    guidance, count = Guidance.of(config.sampling), len({prompt.content for prompt in prompts})
+    negatives = negative_prompts(prompts, guidance) if family.needs_negative(guidance) else []
+    texts = {prompt.text for prompt in (*prompts, *negatives)}
     encoded = encoder_inputs(architecture, family, config, texts)
     chunk = chunk_size(family.count_text_tokens(config.model.max_sequence_length))
     config = with_longest_prompt(architecture, family, config, texts)
@@ -101,7 +104,7 @@ def trace(config: Config, ranks: int = 1) -> Traces:
         training=training,
         micro_batch=passes_of(one_optimizer_step(config)).samples,
         sampling=sampling,
-        text=trace_text_encoders(config, architecture, encoded, prompts=min(len(texts), chunk)),
+        text=trace_text_encoders(config, architecture, encoded, prompts=min(count, chunk)),
         decoder=decoder,
         evaluation=training.recompute if alike else trace_pass(computed(evaluated, ranks), architecture).work,
         evaluation_decoder=evaluation_decoder,
@@ -109,7 +112,7 @@ def trace(config: Config, ranks: int = 1) -> Traces:
         rewards=_models(in_trainer),
         gold=_models(reward.evaluation_gold),
         quantizable=family.vllm_omni is None or family.vllm_omni.quantizes,
-        text_fits=len(texts) * inputs.nbytes(DTYPES[config.model.dtype]) <= MAX_BYTES,
+        text_fits=(count + len(negatives)) * inputs.nbytes(DTYPES[config.model.dtype]) <= MAX_BYTES,
     )
 
 

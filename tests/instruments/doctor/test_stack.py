@@ -23,7 +23,7 @@ def test_each_input_changes_the_velocity(stack_of):
     for changes in (
         {"adapter": False},
         {"guidance_scale": 1.0},
-        {"negative_prompt": "dog"},
+        {"negative_prompts": ("dog",) * 4},
         {"prompts": ("elk",) * 4},
         {"timesteps": (500.0,) * 5},
     ):
@@ -31,6 +31,14 @@ def test_each_input_changes_the_velocity(stack_of):
         assert not torch.allclose(plain, other, rtol=1e-3, atol=1e-4), changes
     again = stack.velocity(latents, [0] * 4, rows, stack.captured)
     torch.testing.assert_close(again, plain)
+
+
+def test_each_sample_has_its_own_negative_prompt(stack_of):
+    own, shared = stack_of(negative_prompt=["dog", "", "sun", "dog"] * 2), stack_of(negative_prompt="dog")
+    latents, rows = own.tensor("initial_noise"), [0, 1, 2, 3]
+    mixed, dog = (one.velocity(latents, [0] * 4, rows, one.captured) for one in (own, shared))
+    same = [torch.allclose(left, right, rtol=1e-3, atol=1e-4) for left, right in zip(mixed, dog, strict=True)]
+    assert same == [True, False, False, True]
 
 
 def test_packed_latents_are_laid_out_as_the_family_has_them(stack_of, captured):

@@ -29,7 +29,7 @@ def check_captured_reward(captured: Captured) -> Finding:
     data = load_prompts(config.data)
     every = (*data.heldout, *data.train)
     known = {folded(prompt.text): prompt for prompt in every}
-    ambiguous = {text for prompt in every if known[text := folded(prompt.text)].key != prompt.key}
+    ambiguous = {text for prompt in every if known[text := folded(prompt.text)].content != prompt.content}
     if mixed := [text for text in samples.prompts if folded(text) in ambiguous]:
         return skipped(
             f"cannot tell: the recipe's data has the prompt {mixed[0]!r} with several reference images",
