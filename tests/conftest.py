@@ -29,7 +29,7 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from tests.prompts import prompts_of
+from tests.prompts import check_told_apart, prompts_of
 from tests.shallow import SHALLOW
 
 if TYPE_CHECKING:
@@ -240,7 +240,9 @@ def loaded_family(path: str, dtype: str, quantization: str = "none") -> ModelFam
 @lru_cache
 def encoded(path: str, dtype: str, prompts: tuple[str, ...], guidance: Guidance) -> dict[str, Tensor]:
     """Prompts as the model's text encoders put them, which nothing may change."""
-    return loaded_family(path, dtype).encode(prompts_of(prompts), guidance)
+    family = loaded_family(path, dtype)
+    check_told_apart(family, prompts_of(prompts), guidance)
+    return family.encode(prompts_of(prompts), guidance)
 
 
 def start_run(config: Config, prompts: Sequence[str] = ("cat", "dog")) -> Run:

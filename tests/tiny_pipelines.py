@@ -19,9 +19,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.prompts import prompts_of
+from tests.prompts import check_told_apart, prompts_of
 
 TEXT_WIDTH = 32
+SENSITIVE = 8.0
+ATTENTION = ("to_q", "to_k", "to_v", "to_out", "to_add_out", "add_q", "add_k", "add_v")
 SD3_SIZE = (32, 32)
 SD35_SIZE = (32, 32)
 QWEN_SIZE = (32, 48)
@@ -317,6 +319,21 @@ def build_tiny_wan22_ti2v(path, dtype: torch.dtype = torch.float32, seed: int = 
     return _save(_wan_pipeline(seed, channels=48, expand_timesteps=True, **patches), path, dtype)
 
 
+def make_sensitive(path, factor: float = SENSITIVE) -> Path:
+    """The pipeline at `path` with larger attention weights: without references its velocities change by a fifth."""
+    from safetensors.torch import load_file, save_file
+
+    (file,) = (Path(path) / "transformer").glob("*.safetensors")
+    state = {
+        name: factor * value
+        if value.dim() == 2 and "block" in name and any(map(name.count, ATTENTION))
+        else value
+        for name, value in load_file(file).items()
+    }
+    save_file(state, file, metadata={"format": "pt"})
+    return Path(path)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiny:
     """A tiny pipeline.
@@ -328,6 +345,7 @@ class Tiny:
         guidance: keys of `sampling` that turn its guidance on.
         engine: keys of `rollout.engine` that it needs with vllm-omni.
         images: reference images of each prompt.
+        tokens: a `model.max_sequence_length` with which it tells short prompts apart: some families' templates count.
     """
 
     build: Callable[..., Path]
@@ -336,21 +354,30 @@ class Tiny:
     guidance: dict[str, float] = field(default_factory=lambda: {"guidance_scale": 3.0})
     engine: dict[str, str] = field(default_factory=dict)
     images: int = 0
+    tokens: int = 8
 
 
 FAMILIES = {
     "sd3": Tiny(build=build_tiny_sd3, size=SD3_SIZE),
     "qwen_image": Tiny(build=build_tiny_qwen_image, size=QWEN_SIZE, guidance={"true_cfg_scale": 3.0}),
     "qwen_image_edit": Tiny(
-        build=build_tiny_qwen_image_edit, size=QWEN_EDIT_SIZE, guidance={"true_cfg_scale": 3.0}, images=1
+        build=build_tiny_qwen_image_edit,
+        size=QWEN_EDIT_SIZE,
+        guidance={"true_cfg_scale": 3.0},
+        images=1,
+        tokens=32,
     ),
     "qwen_image_edit_plus": Tiny(
-        build=build_tiny_qwen_image_edit_plus, size=QWEN_EDIT_SIZE, guidance={"true_cfg_scale": 3.0}, images=2
+        build=build_tiny_qwen_image_edit_plus,
+        size=QWEN_EDIT_SIZE,
+        guidance={"true_cfg_scale": 3.0},
+        images=2,
+        tokens=32,
     ),
     "flux": Tiny(build=build_tiny_flux, size=FLUX_SIZE),
     "flux_kontext": Tiny(build=build_tiny_flux_kontext, size=FLUX_SIZE, images=1),
-    "flux2_klein": Tiny(build=build_tiny_flux2_klein, size=FLUX2_KLEIN_SIZE),
-    "z_image": Tiny(build=build_tiny_z_image, size=Z_IMAGE_SIZE),
+    "flux2_klein": Tiny(build=build_tiny_flux2_klein, size=FLUX2_KLEIN_SIZE, tokens=32),
+    "z_image": Tiny(build=build_tiny_z_image, size=Z_IMAGE_SIZE, tokens=32),
     "ovis_image": Tiny(build=build_tiny_ovis_image, size=OVIS_IMAGE_SIZE, engine={"weight_sync": "merged"}),
     "wan": Tiny(build=build_tiny_wan, size=WAN_SIZE, frames=WAN_FRAMES),
 }
@@ -625,6 +652,7 @@ def connect(config, prompts):
     engine.sync(actor.weights.snapshot())
     if isinstance(prompts[0], str):
         prompts = prompts_of(prompts)
+    check_told_apart(family, prompts, actor.guidance)
     return family, actor, engine, family.encode(prompts, actor.guidance)
 
 

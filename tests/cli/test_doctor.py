@@ -40,7 +40,7 @@ def half_bound(monkeypatch):
 def test_a_healthy_recipe(capsys):
     assert doctor("--prompts", "2", "actor.clip_ratio=[1e-3, 2e-3]") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith(": 22 PASS")
+    assert lines[0].endswith(": 23 PASS")
     assert any(line.startswith("healthy bookkeeping: ") for line in lines)
     assert any("[0.001, 0.002]" in line for line in lines)
     assert max(map(len, lines)) <= 140

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import io
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from flowcorr.records import Prompt
 from flowcorr.rollout import sampler
+from tests.planted import plants
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,8 @@ class Place:
     module: Any
     pipeline: Any
     worker: Any
+    prompts: Sequence[Prompt] = ()
+    empty_negative: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 Plant = Callable[[Place, contextlib.ExitStack], None]
@@ -39,6 +44,8 @@ class EngineFault:
     stands_for: str
     plant: Callable[[float], Plant]
     size: float | None = None
+    reads: str = ""
+    """How names of the conditioning begin that it changes; a run without has nothing to plant it in."""
 
 
 def _swap(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
@@ -136,6 +143,109 @@ def embeddings(change: Callable[[Tensor], Tensor], *names: str) -> Plant:
     return conditioning(
         lambda rows: {name: change(value) if name in chosen else value for name, value in rows.items()}
     )
+
+
+def references(change: Callable[[Tensor], Tensor]) -> Plant:
+    """Other latents of the reference images."""
+    return embeddings(change, "references")
+
+
+def negatives(change: Callable[[Tensor, Tensor], Tensor]) -> Plant:
+    """Other negative prompts: `change(negative, positive)`, by name."""
+    return conditioning(
+        lambda rows: {
+            name: change(value, rows[name.removeprefix("negative_")])
+            if name.startswith("negative_")
+            else value
+            for name, value in rows.items()
+        }
+    )
+
+
+def exchanged(rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The prompt as negative prompt, and the other way round."""
+    return {
+        name: rows[name.removeprefix("negative_")]
+        if name.startswith("negative_")
+        else rows.get(f"negative_{name}", value)
+        for name, value in rows.items()
+    }
+
+
+def empty_negative(place: Place, undo: contextlib.ExitStack) -> None:
+    """An empty negative prompt; the bench encodes it beforehand, as its text encoders leave."""
+    empty = place.empty_negative
+
+    def change(rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            name: empty[name][: len(value), : value.shape[1]].expand_as(value).to(value)
+            if name in empty
+            else value
+            for name, value in rows.items()
+        }
+
+    conditioning(change)(place, undo)
+
+
+def reversed_references(place: Place, undo: contextlib.ExitStack) -> None:
+    """Red and blue of the reference images are exchanged before they are encoded."""
+    family = place.engine.family
+    other = copy.copy(family)
+    other.fitted_references = lambda prompt: [
+        Image.merge("RGB", image.split()[::-1]) for image in family.fitted_references(prompt)
+    ]
+    own, wrong = (each.encode_references(place.prompts)["references"] for each in (family, other))
+
+    def change(rows: Tensor) -> Tensor:
+        nearest = [int((own.to(row) - row).flatten(1).norm(dim=1).argmin()) for row in rows]
+        return wrong[nearest].to(rows)
+
+    references(change)(place, undo)
+
+
+def in_some_images(
+    chosen: Callable[[Any], bool], change: Callable[..., Tensor], other: bool = False
+) -> Plant:
+    """`velocity` in the images alone whose job is `chosen`; with `other`, under the last prompt of the batch."""
+
+    def plant(place: Place, undo: contextlib.ExitStack) -> None:
+        sample = place.pipeline._sample
+
+        def altered(plan: Any, jobs: Sequence[Any], rows: dict[str, Tensor]) -> list[Any]:
+            outputs: dict[int, Any] = {}
+            for is_chosen in (False, True):
+                at = [number for number, job in enumerate(jobs) if chosen(job) == is_chosen]
+                if not at:
+                    continue
+                own = {
+                    name: value[-1:].expand(len(at), *value.shape[1:]) if is_chosen and other else value[at]
+                    for name, value in rows.items()
+                }
+                with contextlib.ExitStack() as meanwhile:
+                    if is_chosen:
+                        velocity(change)(place, meanwhile)
+                    outputs |= zip(at, sample(plan, [jobs[number] for number in at], own), strict=True)
+            return [outputs[number] for number in range(len(jobs))]
+
+        _swap(undo, place.pipeline, "_sample", altered)
+
+    return plant
+
+
+def first_repeated(place: Place, undo: contextlib.ExitStack) -> None:
+    """The answer to the first request again in the place of the last."""
+    generate = place.engine.client.generate
+
+    def answers(requests: Sequence[Any], **options: Any) -> list[Any]:
+        found = generate(requests, **options)
+        return [*found[:-1], found[0]]
+
+    _swap(undo, place.engine.client, "generate", answers)
+
+
+def as_it_is(true: Any, *arguments: Any) -> Tensor:
+    found: Tensor = true(*arguments)
+    return found
 
 
 def parameters(change: Callable[[str, Tensor], Tensor | None]) -> Plant:
@@ -320,12 +430,14 @@ def blanked(true: Any, net: Any, latents: Tensor, fed: Tensor, rows: Any, guided
     return found
 
 
-def _whole(name: str, stands_for: str, plant: Plant) -> EngineFault:
-    return EngineFault(name=name, stands_for=stands_for, plant=lambda size: plant)
+def _whole(name: str, stands_for: str, plant: Plant, reads: str = "") -> EngineFault:
+    return EngineFault(name=name, stands_for=stands_for, plant=lambda size: plant, reads=reads)
 
 
-def _sized(name: str, stands_for: str, plant: Callable[[float], Plant], size: float) -> EngineFault:
-    return EngineFault(name=name, stands_for=stands_for, plant=plant, size=size)
+def _sized(
+    name: str, stands_for: str, plant: Callable[[float], Plant], size: float, reads: str = ""
+) -> EngineFault:
+    return EngineFault(name=name, stands_for=stands_for, plant=plant, size=size, reads=reads)
 
 
 FAULTS: Sequence[EngineFault] = (
@@ -584,6 +696,79 @@ FAULTS: Sequence[EngineFault] = (
         "negative_zero",
         "negative embeddings are zero",
         embeddings(torch.zeros_like, "negative_prompt_embeds", "negative_pooled_prompt_embeds"),
+    ),
+    _whole(
+        "negative_of_another",
+        "another prompt as negative prompt",
+        negatives(lambda negative, positive: positive.roll(4, 0)),
+        reads="negative_",
+    ),
+    _whole("negative_empty", "an empty negative prompt", empty_negative, reads="negative_"),
+    _whole(
+        "guidance_exchanged",
+        "prompt and negative prompt are exchanged",
+        conditioning(exchanged),
+        reads="negative_",
+    ),
+    _whole(
+        "one_image_of_another",
+        "one image has the prompt of another",
+        in_some_images(lambda job: (job.group, job.member) == (0, 1), as_it_is, other=True),
+    ),
+    _sized(
+        "velocity_of_members",
+        "velocities of each prompt's second image are too large by this share",
+        lambda size: in_some_images(
+            lambda job: job.member == 1, lambda true, *arguments: (1 + size) * true(*arguments)
+        ),
+        0.05,
+    ),
+    _whole("first_repeated", "the first sample again in place of the last", first_repeated),
+    # reference images
+    _whole(
+        "references_missing",
+        "no reference images",
+        conditioning(lambda rows: {name: value for name, value in rows.items() if name != "references"}),
+        reads="references",
+    ),
+    _whole(
+        "references_of_another",
+        "reference images of another sample",
+        references(lambda value: value.roll(4, 0)),
+        reads="references",
+    ),
+    _sized(
+        "references_scaled",
+        "latents of reference images are too large by this share",
+        lambda size: references(lambda value: (1 + size) * value),
+        0.5,
+        reads="references",
+    ),
+    _whole(
+        "references_bgr",
+        "red and blue of reference images are exchanged",
+        reversed_references,
+        reads="references",
+    ),
+    _whole(
+        "references_misplaced",
+        "other places of the reference images",
+        velocity(plants.misplaced),
+        reads="references",
+    ),
+    _sized(
+        "references_noisy",
+        "latents of reference images are off by this share",
+        lambda size: references(
+            lambda value: (
+                value
+                + size
+                * value.float().std().to(value)
+                * torch.randn(value[:1].shape, generator=torch.Generator().manual_seed(2)).to(value)
+            )
+        ),
+        0.5,
+        reads="references",
     ),
     _whole(
         "prompts_blank_late",

@@ -211,6 +211,81 @@ def no_negative(engine: InProcessEngine, conditioning: Mapping[str, Tensor]) -> 
     }
 
 
+def negative_of_another(engine: InProcessEngine, conditioning: Mapping[str, Tensor]) -> Conditioning:
+    """The next prompt as negative prompt."""
+    return {
+        name: conditioning[name.removeprefix("negative_")].roll(1, 0)
+        if name.startswith("negative_")
+        else rows
+        for name, rows in conditioning.items()
+    }
+
+
+def sides_exchanged(engine: InProcessEngine, conditioning: Mapping[str, Tensor]) -> Conditioning:
+    """The prompt as negative prompt, and the other way round."""
+    return {
+        name: conditioning[name.removeprefix("negative_")]
+        if name.startswith("negative_")
+        else conditioning.get(f"negative_{name}", rows)
+        for name, rows in conditioning.items()
+    }
+
+
+def no_references(engine: InProcessEngine, conditioning: Mapping[str, Tensor]) -> Conditioning:
+    """No reference images."""
+    return {name: rows for name, rows in conditioning.items() if name != "references"}
+
+
+def references_reversed(engine: InProcessEngine) -> None:
+    """Red and blue of the reference images are exchanged, as the VAE knows them."""
+    family = engine.family
+
+    def change(references: Tensor) -> Tensor:
+        with torch.no_grad():
+            pixels = family.decode(references.flatten(0, 1)).clamp(-1, 1)
+            return family.encode_image(pixels.flip(1)).view_as(references)  # type: ignore[attr-defined, no-any-return]
+
+    plants.on_references(change)(engine)
+
+
+def one_image_of_another(engine: InProcessEngine) -> None:
+    """The second image of the first prompt has the last prompt."""
+    sample, inner = engine.sample, engine._sample
+    given: dict[str, Tensor] = {}
+
+    def remembered(conditioning: Mapping[str, Tensor], groups: Any, **keywords: Any) -> Rollout:
+        given.update(conditioning)
+        return sample(conditioning, groups, **keywords)
+
+    def altered(conditioning: Conditioning, groups: Any, members: Any, *rest: Any) -> Rollout:
+        rows = {name: values.clone() for name, values in conditioning.items()}
+        for place, image in enumerate(zip(groups, members, strict=True)):
+            if image == (0, 1):
+                for name, values in rows.items():
+                    values[place] = given[name][-1]
+        return inner(rows, groups, members, *rest)
+
+    engine.sample, engine._sample = remembered, altered  # type: ignore[method-assign]
+
+
+def first_repeated(engine: InProcessEngine) -> None:
+    """The first sample again in the place of the last."""
+    sample = engine.sample
+
+    def altered(*arguments: Any, **keywords: Any) -> Rollout:
+        rollout = sample(*arguments, **keywords)
+        rows = torch.arange(rollout.num_samples)
+        rows[-1] = 0
+        return replace(
+            rollout.select(rows),
+            group_ids=rollout.group_ids,
+            conditioning=rollout.conditioning,
+            conditioning_rows=rollout.conditioning_rows,
+        )
+
+    engine.sample = altered  # type: ignore[method-assign]
+
+
 def guidance_larger(size: float) -> Plant:
     """Guidance stronger by the share `size`."""
     return plants.guided_by(

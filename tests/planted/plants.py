@@ -6,8 +6,9 @@ Each function returns one that changes an engine: what it returns, what it is fe
 from __future__ import annotations
 
 import copy
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -154,6 +155,70 @@ def conditioned(
             return rollout if told else replace(rollout, conditioning=dict(conditioning))
 
         engine.sample = altered  # type: ignore[method-assign]
+
+    return plant
+
+
+def on_references(change: Callable[[Tensor], Tensor]) -> Plant:
+    """Other reference images: `change` gets their latents `[P, R, ...]`."""
+    return conditioned(
+        lambda engine, conditioning: {
+            name: change(rows) if name == "references" else rows for name, rows in conditioning.items()
+        },
+        told=False,
+    )
+
+
+def placing(transformer: Callable[..., Any], drawn: int) -> Callable[..., Any]:
+    """A transformer that takes reference images to lie where the image of `drawn` tokens does, or turns their grids."""
+
+    def call(**inputs: Any) -> Any:
+        if "img_ids" in inputs:
+            ids = inputs["img_ids"].clone()
+            ids[drawn:, 0] = 0
+            inputs["img_ids"] = ids
+        else:
+            inputs["img_shapes"] = [
+                [own, *((frames, width, height) for frames, height, width in references)]
+                for own, *references in inputs["img_shapes"]
+            ]
+        return transformer(**inputs)
+
+    return call
+
+
+def misplaced(velocity: Any, transformer: Any, latents: Tensor, *rest: Any) -> Tensor:
+    """The velocity with other places of the reference images."""
+    found: Tensor = velocity(placing(transformer, latents[0, ..., 0].numel()), latents, *rest)
+    return found
+
+
+def in_some_images(chosen: Callable[[int, int], bool], change: Callable[..., Tensor]) -> Plant:
+    """`seeing` in the images alone whose group and member are `chosen`."""
+
+    def plant(engine: InProcessEngine) -> None:
+        sample, velocity = engine._sample, engine.family.velocity
+
+        def changed(*arguments: Any) -> Tensor:
+            return change(velocity, *arguments)
+
+        def altered(
+            conditioning: Conditioning, groups: Sequence[int], members: Sequence[int], *rest: Any
+        ) -> Rollout:
+            images = list(zip(groups, members, strict=True))
+            drawn = []
+            for is_chosen, places in itertools.groupby(
+                range(len(images)), lambda place: chosen(*images[place])
+            ):
+                rows = list(places)
+                engine.family.velocity = changed if is_chosen else velocity  # type: ignore[method-assign, assignment]
+                own = {name: values[rows] for name, values in conditioning.items()}
+                drawn.append(
+                    sample(own, [groups[row] for row in rows], [members[row] for row in rows], *rest)
+                )
+            return Rollout.concatenate(drawn)
+
+        engine._sample = altered  # type: ignore[method-assign]
 
     return plant
 

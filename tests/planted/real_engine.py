@@ -1,7 +1,7 @@
 """Plant faults in the real vllm-omni engine, on a CPU, and print what names each.
 
-    python -m tests.planted.real_engine --dtype float32 --guidance 3
-    python -m tests.planted.real_engine --dtype bfloat16 --guidance 4 --steps 12 --fault noise_large=0.01
+    PYTHONPATH=.:tests python -m tests.planted.real_engine --dtype float32 --guidance 3
+    PYTHONPATH=.:tests python -m tests.planted.real_engine --family flux_kontext --fault references_scaled=0.01
 
 The engine is started once, with its worker in this process (`distributed_executor_backend: uni`), where a fault changes
 its pipeline, its sampling loop, its transformer or its worker, and is taken back afterwards. Each fault is shown to the
@@ -16,23 +16,25 @@ import contextlib
 import copy
 import gc
 import logging
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from tiny_pipelines import FAMILIES, make_sensitive
 
 from flowcorr.data import PromptStream
 from flowcorr.errors import BackendError, BatchError
 from flowcorr.instruments.doctor import examine
 from flowcorr.instruments.rules import HealthMonitor, logged_num_elements, units_of
+from flowcorr.models import DTYPES
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Prompt
 from flowcorr.rewards.base import RewardOutput
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.step import train_step
 from tests.planted.engine_faults import FAULTS, EngineFault, Place
-from tests.prompts import prompts_of
 from tests.rollout.vllm_omni.conftest import Stack, running, stack_config
 
 WORDS = ("cat", "dog", "owl", "fox")
@@ -76,6 +78,9 @@ class Bench:
             return next(found for found in gc.get_objects() if type(found).__mro__.count(kind))
 
         self.stack, self.steps = stack, steps
+        # The prompts' text encoders leave with the cache.
+        encoded = stack.family.embed(stack.prompts, replace(stack.actor.guidance, negative_prompt=""))
+        empty = {name: rows for name, rows in encoded.items() if name.startswith("negative_")}
         stack.stir()
         stack.sync()
         self.place = Place(
@@ -83,15 +88,18 @@ class Bench:
             module=pipeline,
             pipeline=the_one(pipeline.FlowcorrPipeline),
             worker=the_one(RolloutWorker),
+            prompts=stack.prompts,
+            empty_negative=empty,
         )
         self._initial, self._moves = stack.actor.weights.snapshot(), copy.copy(stack.engine._moves)
-        self._cache = PromptCache(stack.family, stack.actor.guidance, prompts_of(WORDS))
+        self._cache = PromptCache(stack.family, stack.actor.guidance, stack.prompts)
 
     def named(self, fault: EngineFault | None, size: float = 0.0) -> Named:
         """What names a fault of this size; None for a clean engine."""
         with self._planted(fault, size):
             try:
-                report = examine(self.stack.actor, self.stack.engine, self._cache(prompts_of(WORDS)))
+                prompts = self.stack.prompts
+                report = examine(self.stack.actor, self.stack.engine, self._cache(prompts), prompts=prompts)
                 warned = [f"({check})" for check in report.causes("warning")]
                 doctor = ", ".join(report.causes() or warned)
             except (BackendError, BatchError) as error:
@@ -101,13 +109,13 @@ class Bench:
         return Named(doctor=doctor, rule=rule, step=step)
 
     def _trained(self) -> tuple[str, int]:
-        stack, prompts = self.stack, [Prompt(text=text) for text in WORDS]
+        stack = self.stack
         run = TrainingRun(
             config=stack.config,
             actor=stack.actor,
             engine=stack.engine,
             cache=self._cache,
-            prompts=PromptStream(prompts, seed=0),
+            prompts=PromptStream(stack.prompts, seed=0),
             reward=brightness,
         )
         monitor: HealthMonitor | None = None
@@ -146,24 +154,38 @@ def brightness(images: Any, prompts: list[Prompt]) -> RewardOutput:
 
 
 @contextlib.contextmanager
-def bench(dtype: str, guidance: float, steps: int, seed: int) -> Iterator[Bench]:
-    """The bench of the embedded model in this precision."""
+def bench(family: str, dtype: str, guidance: float, steps: int, seed: int) -> Iterator[Bench]:
+    """The bench of the embedded model, or of a family's tiny one that reads its prompts closely."""
+    tiny, path = FAMILIES.get(family), family
     engine = {"distributed_executor_backend": "uni"}
-    config = stack_config(
-        "tiny_ocr",
-        "tiny_ocr",
-        dtype=dtype,
-        sampling={"guidance_scale": guidance, "num_inference_steps": 8, "sde_window_range": (0, 4)},
-        rollout={"engine": engine, "prompts_per_step": len(WORDS)},
-    )
-    config = replace(config, trainer=replace(config.trainer, seed=seed))
-    with running(config) as stack:
-        yield Bench(stack, steps)
+    keys = ("guidance_scale",) if tiny is None else tuple(tiny.guidance)
+    with tempfile.TemporaryDirectory() as folder:
+        if tiny is not None:
+            path = str(make_sensitive(tiny.build(folder, DTYPES[dtype])))
+            engine |= tiny.engine
+        config = stack_config(
+            path,
+            family,
+            dtype=dtype,
+            sampling={
+                **dict.fromkeys(keys, guidance),
+                "negative_prompt": "blurry",
+                "num_inference_steps": 8,
+                "sde_window_range": (0, 4),
+            },
+            rollout={"engine": engine, "prompts_per_step": len(WORDS)},
+        )
+        config = replace(config, trainer=replace(config.trainer, seed=seed))
+        images = 0 if tiny is None else max(tiny.images, int(family == "flux2_klein"))
+        with running(config, images, words=WORDS) as stack:
+            yield Bench(stack, steps)
 
 
 def show(bench: Bench, faults: Sequence[tuple[EngineFault, float | None]], *, sizes: bool) -> None:
     """Print a row for a clean engine and for each fault."""
     rows: list[Named] = []
+    names = tuple(bench.stack.conditioning)
+    faults = [(fault, size) for fault, size in faults if any(name.startswith(fault.reads) for name in names)]
     clean = bench.named(None)
     print(f"clean | {clean.doctor or 'nothing'} | {clean.rule or 'nothing'}", flush=True)
     for fault, size in faults:
@@ -195,6 +217,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--family", choices=("tiny_ocr", *FAMILIES), default="tiny_ocr")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--guidance", type=float, default=4.0)
     parser.add_argument("--steps", type=int, default=2)
@@ -207,5 +230,7 @@ if __name__ == "__main__":
     by_name = {fault.name: fault for fault in FAULTS}
     asked = [text.partition("=") for text in arguments.fault or by_name]
     chosen = [(by_name[name], float(size) if size else None) for name, _, size in asked]
-    with bench(arguments.dtype, arguments.guidance, arguments.steps, arguments.seed) as started:
+    with bench(
+        arguments.family, arguments.dtype, arguments.guidance, arguments.steps, arguments.seed
+    ) as started:
         show(started, chosen, sizes=arguments.sizes)

@@ -106,7 +106,13 @@ class Bench:
             BackendError: the engine fails.
             BatchError: likewise.
         """
-        return examine(self.actor, self._engine(plant), self._cache(self._prompts), float32=self._float32)
+        return examine(
+            self.actor,
+            self._engine(plant),
+            self._cache(self._prompts),
+            prompts=self._prompts,
+            float32=self._float32,
+        )
 
     def rules(self, plant: Plant | None = None) -> list[str]:
         """The rules that speak at the first training step, without waiting for more steps.

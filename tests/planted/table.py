@@ -13,6 +13,7 @@ import torch
 
 from flowcorr.config.schema import Config
 from flowcorr.errors import ConfigError, unknown_choice
+from flowcorr.instruments.doctor.examination import first_prompts
 from flowcorr.rollout.emulate import round_weight
 from tests.planted import mistakes, plants
 from tests.planted.plants import Plant
@@ -89,6 +90,10 @@ def _sized(
 
 def _guided(config: Config) -> bool:
     return max(config.sampling.guidance_scale, config.sampling.true_cfg_scale) > 1
+
+
+def _edits(config: Config) -> bool:
+    return bool(first_prompts(config, 2)[0].images)
 
 
 def _adapted(config: Config) -> bool:
@@ -270,6 +275,68 @@ FAULTS: Sequence[Fault] = (
         "no negative prompt",
         plants.conditioned(mistakes.no_negative, told=False),
         applies=_guided,
+    ),
+    _whole(
+        "negative_of_another",
+        "another prompt as negative prompt",
+        plants.conditioned(mistakes.negative_of_another, told=False),
+        applies=_guided,
+    ),
+    _whole(
+        "guidance_exchanged",
+        "prompt and negative prompt are exchanged",
+        plants.conditioned(mistakes.sides_exchanged, told=False),
+        applies=_guided,
+    ),
+    _whole("one_image_of_another", "one image has the prompt of another", mistakes.one_image_of_another),
+    _whole("first_repeated", "the first sample again in place of the last", mistakes.first_repeated),
+    _sized(
+        "velocity_of_members",
+        "velocities of each prompt's second image are too large by this share",
+        lambda size: plants.in_some_images(
+            lambda group, member: member == 1, lambda velocity, *arguments: (1 + size) * velocity(*arguments)
+        ),
+        0.05,
+    ),
+    _whole(
+        "references_missing",
+        "no reference images",
+        plants.conditioned(mistakes.no_references, told=False),
+        applies=_edits,
+    ),
+    _whole(
+        "references_of_another",
+        "reference images of other prompts",
+        plants.on_references(lambda references: references.roll(1, 0)),
+        applies=_edits,
+    ),
+    _sized(
+        "references_scaled",
+        "latents of reference images are too large by this share",
+        lambda size: plants.on_references(lambda references: (1 + size) * references),
+        0.5,
+        applies=_edits,
+    ),
+    _whole(
+        "references_bgr",
+        "red and blue of reference images are exchanged",
+        mistakes.references_reversed,
+        applies=_edits,
+    ),
+    _whole(
+        "references_misplaced",
+        "other places of the reference images",
+        plants.seeing(plants.misplaced),
+        applies=_edits,
+    ),
+    _sized(
+        "references_noisy",
+        "latents of reference images are off by this share",
+        lambda size: plants.on_references(
+            lambda references: plants.perturbed(references, size, torch.Generator().manual_seed(6))
+        ),
+        0.5,
+        applies=_edits,
     ),
     _whole(
         "prompts_blank_after",

@@ -6,14 +6,16 @@ Numbers in comments were measured on the embedded model (float32 actor, D = 512,
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from flowcorr.actor import DiffusionActor
 from flowcorr.config.schema import Config
 from flowcorr.instruments.doctor.trials import Fit, Trial, Trials
+from flowcorr.records import Prompt
 from flowcorr.rollout import RolloutEngine
 from flowcorr.rollout.precision import LARGEST_GAP, rounds_apart, usual_gap
 
@@ -28,8 +30,9 @@ WARN_FACTOR = 4.0  # between the gap that warns and the gap that fails
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Why an explanation of a gap is accepted, as numbers and in words."""
+    """Why an explanation of a gap is accepted, as numbers and in words; `share` of `r^2` disappears with it."""
 
+    share: float
     value: float
     threshold: float
     text: str
@@ -37,13 +40,20 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Exam:
-    """The input of the checks; `actor` holds the weights with which `trials.base` was sampled."""
+    """The input of the checks; `actor` holds the weights with which `trials.base` was sampled.
+
+    Attributes:
+        prompts: those of `trials`, where they are known, with their reference images.
+        answers: results that several checks ask for, by name.
+    """
 
     is_captured: ClassVar[bool] = False
 
     actor: DiffusionActor
     engine: RolloutEngine
     trials: Trials
+    prompts: Sequence[Prompt] = ()
+    answers: dict[str, Any] = field(default_factory=dict)
 
     @property
     def config(self) -> Config:
@@ -62,17 +72,24 @@ class Exam:
         rest = trial.velocity_gap() * math.sqrt(1 - fit.share)
         return rest <= self.usual_gap and not rounds_apart(self.config)
 
+    def explains(self, share: float) -> Evidence | None:
+        """Evidence for a fault with which this share of `r^2` disappears, if that is most of it."""
+        if share < EXPLAINED:
+            return None
+        return Evidence(
+            share=share, value=share, threshold=EXPLAINED, text=f"which is {100 * share:.0f} % of the gap"
+        )
+
     def evidence(self, trial: Trial, fit: Fit) -> Evidence | None:
         """Evidence for a fault of known size: it is most of the gap, or the gap contains it with a factor near 1."""
-        if fit.share >= EXPLAINED:
-            return Evidence(
-                value=fit.share, threshold=EXPLAINED, text=f"which is {100 * fit.share:.0f} % of the gap"
-            )
+        if (evidence := self.explains(fit.share)) is not None:
+            return evidence
         errors = fit.factor / max(fit.error, 1e-30)
         alike = abs(fit.factor - 1) <= FACTOR_RANGE and errors >= FACTOR_ERRORS
         if not (alike and self.leaves_rounding(trial, fit)):
             return None
         return Evidence(
+            share=fit.share,
             value=errors,
             threshold=FACTOR_ERRORS,
             text=f"which is in the gap {fit.factor:.2f} +- {fit.error:.2f} times, beside rounding",

@@ -8,7 +8,7 @@ gap (`checks`); what is left is the noise floor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -53,6 +53,7 @@ def examine(
     engine: RolloutEngine,
     conditioning: Conditioning,
     *,
+    prompts: Sequence[Prompt] = (),
     float32: bool | None = None,
 ) -> Report:
     """Compare both stacks on a few prompts, then restore the weights of both.
@@ -64,13 +65,14 @@ def examine(
         actor: trains.
         engine: samples; built from the same configuration.
         conditioning: the actor's embeddings, one row a prompt. With one row, the check `batch_shape` is skipped.
+        prompts: those of `conditioning`: what is wrong with reference images is told from the images themselves.
         float32: whether float32 comes first; by default, if memory allows.
 
     Raises:
         BackendError: the engine fails, or returns no step means.
     """
     if precision.float32_config(actor.config) == actor.config:
-        return _examine(actor, engine, conditioning)
+        return _examine(actor, engine, conditioning, prompts=prompts)
     if not isinstance(engine, precision.ComputesInFloat32):
         first: Report | str = "this engine keeps the precision it was started with; see `flowcorr doctor`"
     elif float32 is False:
@@ -79,8 +81,10 @@ def examine(
         first = NO_MEMORY
     else:
         with precision.both_in_float32(actor, engine):
-            first = _examine(actor, engine, precision.in_float32(conditioning))
-    return _after(first, actor.config, actor.family, lambda: _examine(actor, engine, conditioning))
+            first = _examine(actor, engine, precision.in_float32(conditioning), prompts=prompts)
+    return _after(
+        first, actor.config, actor.family, lambda: _examine(actor, engine, conditioning, prompts=prompts)
+    )
 
 
 def diagnose(config: Config, *, num_prompts: int = NUM_PROMPTS, float32: bool | None = None) -> Report:
@@ -144,9 +148,12 @@ def _changes_precision(config: Config) -> bool:
     return resolve_engine(config.rollout.name).shares_weights and config.rollout.placement == "local"
 
 
-def _examine(actor: DiffusionActor, engine: RolloutEngine, conditioning: Conditioning) -> Report:
+def _examine(
+    actor: DiffusionActor, engine: RolloutEngine, conditioning: Conditioning, *, prompts: Sequence[Prompt]
+) -> Report:
     """The report on both stacks in the precision that they have now."""
-    exam = Exam(actor=actor, engine=engine, trials=run_trials(actor, engine, conditioning))
+    trials = run_trials(actor, engine, conditioning)
+    exam = Exam(actor=actor, engine=engine, trials=trials, prompts=prompts)
     return of_trials(exam, run_checks(exam))
 
 
@@ -175,13 +182,13 @@ def _examine_built(
     config: Config,
     family: ModelFamily,
     prompts: list[Prompt],
-    examine_stacks: Callable[[DiffusionActor, RolloutEngine, Conditioning], Report],
+    examine_stacks: Callable[..., Report],
 ) -> Report:
     """The report on an actor and an engine that are built for it."""
     stacks = build_stacks(config, family, prompts)
     try:
         stacks.engine.sync(stacks.actor.weights.snapshot())
-        return examine_stacks(stacks.actor, stacks.engine, stacks.cache(prompts))
+        return examine_stacks(stacks.actor, stacks.engine, stacks.cache(prompts), prompts=prompts)
     finally:
         stacks.engine.close()
 
@@ -217,13 +224,12 @@ def examine_before_start(
         first = _first_in_float32(shortened, first_prompts(shortened, NUM_PROMPTS), float32=None)
 
     def examine_run(run: TrainingRun) -> None:
-        conditioning = run.cache(run.prompts.peek_distinct(NUM_PROMPTS))
+        prompts = run.prompts.peek_distinct(NUM_PROMPTS)
+        stacks = run.actor, run.engine, run.cache(prompts)
         if first is None:
-            report = examine(run.actor, run.engine, conditioning)
+            report = examine(*stacks, prompts=prompts)
         else:
-            report = _after(
-                first, config, run.actor.family, lambda: _examine(run.actor, run.engine, conditioning)
-            )
+            report = _after(first, config, run.actor.family, lambda: _examine(*stacks, prompts=prompts))
         if distributed.is_main():
             (out_dir / REPORT_FILE).write_text(as_json(report) + "\n", encoding="utf-8")
         show(report)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,15 +16,25 @@ from flowcorr import sde
 from flowcorr.actor import DiffusionActor
 from flowcorr.config.schema import Config
 from flowcorr.errors import BackendError
-from flowcorr.models import Conditioning, Guidance, Schedule, windows_of
+from flowcorr.models import Conditioning, Guidance, SamplingPlan, Schedule, windows_of
 from flowcorr.records import Rollout
 from flowcorr.rollout import RolloutEngine, Weights
+from flowcorr.rollout.precision import usual_gap
 from flowcorr.sde.transition import mean_over_elements
 
 MOVE = 0.2  # of the velocity: above the 0.14 that int4 weights cost the embedded model, still near linear
 _FIRST_TRY = 1e-2  # of an adapter's B, or relative to full weights, before it is scaled to `MOVE`
+REFERENCES, NEGATIVE = "references", "negative_"  # beginnings of names of conditioning
 TRAINING_STEP = 0  # seeds the noise; training steps count from 1
+_OFF = 0.01  # of r^2: velocity gaps of samples of one batch differ by less than ten times
 _LATEST_STEP = 100  # tried for windows that share a step with those of `TRAINING_STEP`
+
+
+@runtime_checkable
+class _Planned(Protocol):
+    """An engine whose plan can be changed in this process."""
+
+    plan: SamplingPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,11 +118,16 @@ class Trial:
         by_element, by_sample = correlated.square().sum(), correlated.sum((1, 2)).square().sum()
         error = torch.maximum(by_element, by_sample).sqrt() / size
         whole = gap.square().sum()
-        share = (1 - rest.square().sum() / whole.clamp(min=1e-30)).clamp(min=0)
+        share = (1 - rest.square().sum() / whole).clamp(min=0) if whole else whole  # no gap has no share
         by_rounding = whole / (2 * size)
         return Fit(
             factor=float(factor), error=float(error), share=float(share), by_rounding=float(by_rounding)
         )
+
+    def samples_off(self) -> list[int]:
+        """The samples with a gap, where others have none: their `r^2` is `_OFF` of the largest one or more."""
+        gaps = self.squared_distance().sum(1)
+        return (gaps >= _OFF * gaps.max()).nonzero().flatten().tolist()
 
     def select(self, rows: Tensor) -> Trial:
         """The samples at `rows` alone."""
@@ -138,6 +155,8 @@ class Trials:
         conditioning: the actor's own, a row a sample.
         schedule: the actor's own.
         num_prompts: prompts in `base`.
+        withheld: `base` once more without the conditioning whose names begin so, on both sides: without reference
+            images, and without guidance. Empty where precision explains the gap of `base`, or where the engine cannot.
         images_per_second: of sampling `again`, when the engine had warmed up.
     """
 
@@ -153,6 +172,7 @@ class Trials:
     conditioning: Conditioning
     schedule: Schedule
     num_prompts: int
+    withheld: Mapping[str, Trial]
     images_per_second: float
 
 
@@ -175,8 +195,14 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
         for _ in range(actor.config.rollout.max_weight_age + 1):  # until a stale engine has arrived at them
             engine.sync(weights)
 
-    def draw(groups: Sequence[int], training_step: int = TRAINING_STEP) -> Rollout:
-        rows = {name: tensor[list(groups)] for name, tensor in conditioning.items()}
+    def draw(
+        groups: Sequence[int], training_step: int = TRAINING_STEP, without: str | None = None
+    ) -> Rollout:
+        rows = {
+            name: tensor[list(groups)]
+            for name, tensor in conditioning.items()
+            if without is None or not name.startswith(without)
+        }
         rollout = engine.sample(rows, groups, training_step=training_step, with_means=True)
         if rollout.window.means is None or rollout.window.stds is None:
             raise BackendError("the rollout engine returns no step means and stds, which the doctor compares")
@@ -187,12 +213,25 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
         tell(weights)
         return score_trial(actor, draw(range(count), training_step))
 
+    def withheld(base: Trial) -> Iterator[tuple[str, Trial]]:
+        if base.velocity_gap() <= usual_gap(actor.config, distilled=actor.family.distills_guidance):
+            return
+        with contextlib.suppress(BackendError, KeyError):  # an engine may demand them
+            if REFERENCES in conditioning:
+                yield REFERENCES, score_trial(actor, draw(range(count), without=REFERENCES))
+        if not any(name.startswith(NEGATIVE) for name in conditioning):
+            return
+        with contextlib.suppress(BackendError, KeyError), _without_guidance(engine) as unguided:
+            rollout = draw(range(count), without=None if unguided else NEGATIVE)
+            yield NEGATIVE, score_trial(actor, replace(rollout, conditioning=_positive(rollout.conditioning)))
+
     try:
         base = trial(current)
         begin = time.perf_counter()
         again = draw(range(count))
         seconds = time.perf_counter() - begin
         alone = draw([count - 1])
+        plain = dict(withheld(base))
         without = _without_adapter(current)
         bare = base if without is current else trial(without)
         scale = _move_scale(actor, bare, without)
@@ -226,8 +265,31 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
             actor.config.sampling.num_inference_steps, tuple(base.rollout.window.latents.shape[2:])
         ),
         num_prompts=count,
+        withheld=plain,
         images_per_second=again.num_samples / seconds,
     )
+
+
+@contextlib.contextmanager
+def _without_guidance(engine: RolloutEngine) -> Iterator[bool]:
+    """The engine's plan with guidance off meanwhile; false where the engine has none in this process."""
+    if not isinstance(engine, _Planned):
+        yield False
+        return
+    plan = engine.plan
+    off: dict[str, Any] = {"guidance_scale": 1.0, "true_cfg_scale": 1.0}
+    engine.plan = replace(
+        plan, sampling=replace(plan.sampling, **off), guidance=replace(plan.guidance, **off)
+    )
+    try:
+        yield True
+    finally:
+        engine.plan = plan
+
+
+def _positive(conditioning: Mapping[str, Tensor]) -> Conditioning:
+    """The prompts' own conditioning, under which the actor takes no guidance."""
+    return {name: rows for name, rows in conditioning.items() if not name.startswith(NEGATIVE)}
 
 
 def score_trial(actor: DiffusionActor, rollout: Rollout) -> Trial:

@@ -127,3 +127,16 @@ def test_a_fault_that_is_large_beside_rounding_has_twice_the_factor_that_roundin
     fit = replace(trial, rollout=replace(trial.rollout, window=window)).fit(trial.means + fault)
     assert fit.factor == pytest.approx(1, abs=0.05)
     assert fit.by_rounding == pytest.approx((1 + 0.1**2) / 2, rel=0.1)
+
+
+def test_samples_with_a_gap_are_told_from_those_without(small_run):
+    trial = run_trials(*_parts(small_run())).base
+    means = trial.means.clone()
+    means[2] += 0.1
+    odd = replace(trial, means=means)
+    assert odd.samples_off() == [2]
+    assert odd.select(torch.tensor([0])).fit(means[:1] + 1).share == 0  # of no gap
+
+
+def _parts(run):
+    return run.actor, run.engine, run.conditioning

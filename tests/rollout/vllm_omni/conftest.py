@@ -13,13 +13,13 @@ import torch
 from tiny_pipelines import FAMILIES
 from torch import Tensor
 
-from tests.prompts import prompts_of
+from tests.prompts import check_told_apart, prompts_of
 
 if TYPE_CHECKING:
     from flowcorr.actor import DiffusionActor
     from flowcorr.config.schema import Config
     from flowcorr.models import ModelFamily
-    from flowcorr.records import Rollout
+    from flowcorr.records import Prompt, Rollout
     from flowcorr.rollout import InProcessEngine
     from flowcorr.rollout.vllm_omni.engine import VllmOmniEngine
 
@@ -35,6 +35,7 @@ class Stack:
     actor: DiffusionActor
     engine: VllmOmniEngine
     conditioning: dict[str, Tensor]
+    prompts: list[Prompt]
 
     def sample(self, groups: Sequence[int] = (0, 1), *, training_step: int = 1) -> Rollout:
         rows = {name: rows[list(groups)] for name, rows in self.conditioning.items()}
@@ -88,7 +89,8 @@ def stack_config(path: str, family: str, *, dtype: str = "float32", **sections: 
     rollout = {
         "name": "vllm_omni", "prompts_per_step": 2, "n": 4, "dtype": dtype, **sections.get("rollout", {}),
     }  # fmt: skip
-    model = {"max_sequence_length": 8, **sections.get("model", {})}
+    tokens = 8 if family == "tiny_ocr" else FAMILIES[family].tokens
+    model = {"max_sequence_length": tokens, **sections.get("model", {})}
     return Config(
         model=ModelConfig(path=path, dtype=dtype, lora=LoraConfig(**sections.get("lora", {})), **model),
         sampling=SamplingConfig(**sampling),
@@ -99,7 +101,7 @@ def stack_config(path: str, family: str, *, dtype: str = "float32", **sections: 
 
 
 @contextlib.contextmanager
-def running(config: Config, images: int | None = None) -> Iterator[Stack]:
+def running(config: Config, images: int | None = None, words: Sequence[str] = PROMPTS) -> Iterator[Stack]:
     """The engine that `config` asks for, synchronised with a new actor; `images` are those of a prompt."""
     from flowcorr.actor import DiffusionActor
     from flowcorr.rollout.vllm_omni.engine import VllmOmniEngine
@@ -108,7 +110,8 @@ def running(config: Config, images: int | None = None) -> Iterator[Stack]:
 
     family = load_model(config)
     actor = DiffusionActor(family, config)
-    prompts = prompts_of(PROMPTS, images=FAMILIES[family.name].images if images is None else images)
+    prompts = prompts_of(words, images=FAMILIES[family.name].images if images is None else images)
+    check_told_apart(family, prompts, actor.guidance)
     conditioning = family.encode(prompts, actor.guidance)
     engine = VllmOmniEngine(
         family,
@@ -117,7 +120,14 @@ def running(config: Config, images: int | None = None) -> Iterator[Stack]:
         merge=actor.weights.merged,
     )
     try:
-        stack = Stack(config=config, family=family, actor=actor, engine=engine, conditioning=conditioning)
+        stack = Stack(
+            config=config,
+            family=family,
+            actor=actor,
+            engine=engine,
+            conditioning=conditioning,
+            prompts=prompts,
+        )
         stack.sync()
         yield stack
     finally:

@@ -58,8 +58,8 @@ class Check:
     causes: Mapping[str, str] = field(default_factory=dict)
 
 
-_TRAJECTORY = ("finite", "schedule", "latent_dtype", "transition", "log_probs", "bookkeeping")
-_INPUTS = (*_TRAJECTORY, "timesteps", "embeddings", "guidance")
+_TRAJECTORY = ("finite", "schedule", "samples", "latent_dtype", "transition", "log_probs", "bookkeeping")
+_INPUTS = (*_TRAJECTORY, "timesteps", "embeddings", "references", "guidance")
 CHECKS: Sequence[Check] = (
     Check(
         name="finite",
@@ -87,11 +87,16 @@ CHECKS: Sequence[Check] = (
         },
     ),
     Check(
+        name="samples",
+        trials=Question(asks="Whether each sample is returned once.", by="trajectory:check_samples"),
+        blockers=("finite",),
+    ),
+    Check(
         name="window",
         trials=Question(
             asks="Whether the SDE steps are those of the configured windows.", by="trajectory:check_window"
         ),
-        blockers=("finite", "schedule"),
+        blockers=("finite", "schedule", "samples"),
     ),
     Check(
         name="latent_dtype",
@@ -161,7 +166,7 @@ CHECKS: Sequence[Check] = (
             "seeds.",
             by="trajectory:check_trajectory",
         ),
-        blockers=("finite", "window", "latent_dtype", "log_probs", "bookkeeping"),
+        blockers=("finite", "samples", "window", "latent_dtype", "log_probs", "bookkeeping"),
     ),
     Check(
         name="noise",
@@ -174,7 +179,7 @@ CHECKS: Sequence[Check] = (
             asks="Whether initial noise, and the noise of the steps, is standard normal and not drawn twice.",
             by="noise:check_captured_noise",
         ),
-        blockers=("finite", "latent_dtype", "log_probs", "bookkeeping"),
+        blockers=("finite", "samples", "latent_dtype", "log_probs", "bookkeeping"),
         causes={
             "noise_reused": "noise was drawn twice",
             "noise_scale": "noise is not standard normal",
@@ -190,7 +195,10 @@ CHECKS: Sequence[Check] = (
         trials=Question(
             asks="Whether the step noise is that of its seeds, element by element.", by="noise:check_seeds"
         ),
-        blockers=("finite", "window", "latent_dtype", "log_probs", "bookkeeping", "noise", "determinism"),
+        blockers=(
+            *("finite", "samples", "window", "latent_dtype"),
+            *("log_probs", "bookkeeping", "noise", "determinism"),
+        ),
     ),
     Check(
         name="timesteps",
@@ -217,11 +225,12 @@ CHECKS: Sequence[Check] = (
         },
     ),
     Check(
-        name="batch_shape",
+        name="references",
         trials=Question(
-            asks="Whether a prompt gives the same latents alone and in a batch.", by="noise:check_batch_shape"
+            asks="Whether the engine's transformer sees the reference images as the actor's does, by its steps.",
+            by="prompts:check_references",
         ),
-        blockers=("finite", "determinism", "embeddings"),
+        blockers=(*_TRAJECTORY, "timesteps", "embeddings"),
     ),
     Check(
         name="guidance",
@@ -232,11 +241,18 @@ CHECKS: Sequence[Check] = (
             asks="Whether the replay agrees with the captured guidance, and would not without it.",
             by="replay:check_guidance",
         ),
-        blockers=(*_TRAJECTORY, "timesteps", "embeddings"),
+        blockers=(*_TRAJECTORY, "timesteps", "embeddings", "references"),
         causes={
             "guidance_off": "the engine took no guidance",
             "negative_prompt": "the engine took an empty negative prompt",
         },
+    ),
+    Check(
+        name="batch_shape",
+        trials=Question(
+            asks="Whether a prompt gives the same latents alone and in a batch.", by="noise:check_batch_shape"
+        ),
+        blockers=("finite", "samples", "determinism", "embeddings", "references", "guidance"),
     ),
     Check(
         name="sync",

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from flowcorr.instruments.doctor.checks.prompts import REMEDIES, explained, lies_with
 from flowcorr.instruments.doctor.exam import EXPLAINED, FACTOR_ERRORS, Exam
 from flowcorr.instruments.doctor.findings import failed, passed
-from flowcorr.instruments.doctor.trials import Fit, score_means
+from flowcorr.instruments.doctor.trials import NEGATIVE, Fit, score_means
 from flowcorr.instruments.finding import Finding
 from flowcorr.rollout.precision import NO_GAP, coarse_weights
 from flowcorr.sde.transition import over_elements
@@ -30,8 +31,14 @@ def check_guidance(exam: Exam) -> Finding:
         return passed("guidance is off")
     if exam.trials.base.velocity_gap() <= NO_GAP:
         return passed(f"both sides use {key}={configured:g}")
+    if (finding := explained(exam, "guidance")) is not None:
+        return finding
     check = _distilled if actor.family.distills_guidance else _linear
-    return check(exam, key, configured)
+    finding = check(exam, key, configured)
+    if finding.level == "serious":
+        return finding
+    inputs = "guidance: another negative prompt, such as an empty one, or another rule of guidance"
+    return lies_with(exam, NEGATIVE, inputs, REMEDIES["guidance"]) or finding
 
 
 def _distilled(exam: Exam, key: str, configured: float) -> Finding:

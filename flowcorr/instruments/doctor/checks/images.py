@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from flowcorr.dumps.replay import ReplaySamples
 from flowcorr.instruments.doctor.captured import Captured
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import failed, judged, passed, skipped, warned
+from flowcorr.instruments.doctor.reference_inputs import without_scaling
 from flowcorr.instruments.finding import Finding
 from flowcorr.models import DTYPES, ModelFamily
 from flowcorr.rollout.sampler import decode
@@ -198,7 +198,7 @@ def _rivals(
                 "clear what holds the images before the next step samples",
                 torch.stack([_distances(values, images).amin(0) for values in same]).amin(0),
             )
-    with _without_scaling(family) as changed:
+    with without_scaling(family) as changed:
         if changed:
             plain = decode(family, final)[0].cpu().float()
             yield (
@@ -227,20 +227,3 @@ def _pixels(samples: ReplaySamples) -> Tensor:
 def _distances(decoded: Tensor, images: Tensor) -> Tensor:
     """Mean absolute differences `[decoded, images]` in grey levels."""
     return torch.stack([(images - one).abs().flatten(1).mean(1) for one in decoded])
-
-
-@contextmanager
-def _without_scaling(family: ModelFamily) -> Iterator[bool]:
-    """The VAE as if its latents needed no scaling; false where it has no such numbers."""
-    vae = family.pipeline.vae
-    known = {
-        name: value
-        for name, value in (("scaling_factor", 1.0), ("shift_factor", 0.0))
-        if getattr(vae.config, name, None)
-    }
-    before = {name: getattr(vae.config, name) for name in known}
-    vae.register_to_config(**known)
-    try:
-        yield before != known
-    finally:
-        vae.register_to_config(**before)

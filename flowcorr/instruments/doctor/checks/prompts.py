@@ -1,24 +1,15 @@
-"""The check of the prompts: compares embeddings, and finds the prompts that fit the engine's steps."""
+"""The checks of prompts and reference images: compare embeddings, and name the inputs that fit the engine's steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
-
-import torch
-from torch import Tensor
-
-from flowcorr.instruments.doctor.exam import Exam
-from flowcorr.instruments.doctor.findings import failed, judged
-from flowcorr.instruments.doctor.trials import Fit, Trial, score_means
+from flowcorr.instruments.doctor.exam import Exam, largest_gap
+from flowcorr.instruments.doctor.findings import failed, judged, passed
+from flowcorr.instruments.doctor.other_inputs import explanation
+from flowcorr.instruments.doctor.trials import REFERENCES
 from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.gap_words import percent
-from flowcorr.models import Conditioning
-from flowcorr.rollout.precision import NO_GAP
 
 EMBEDDING_TOLERANCE = 2e-2  # relative: rounding to bfloat16 costs at most 4e-3, another word 0.9
-SHORT_LENGTHS = 8  # every length up to this one is tried, then powers of two, CLIP's 77 and all but one token
 
 
 def check_embeddings(exam: Exam) -> Finding:
@@ -47,91 +38,61 @@ def check_embeddings(exam: Exam) -> Finding:
         remedy,
         field=name,
     )
-    return finding if finding.level == "serious" else _unreturned(exam) or finding
+    return finding if finding.level == "serious" else explained(exam, "embeddings") or finding
 
 
-def _unreturned(exam: Exam) -> Finding | None:
-    """A failure if the engine's steps fit other prompts better than the returned ones."""
-    trial = exam.trials.base
-    if trial.velocity_gap() <= NO_GAP:
+def explained(exam: Exam, check: str) -> Finding | None:
+    """A failure if other inputs explain the gap, and this check is the one that asks about them."""
+    found = explanation(exam)
+    if found is None or found.mistake.check != check:
         return None
-    members = trial.rollout.num_samples // exam.trials.num_prompts
-    device = trial.rollout.window.latents.device
-    trial = trial.select(
-        torch.arange(0, trial.rollout.num_samples, members, device=device)
-    )  # one image a prompt
-    found = []
-    for message, numbers, alternatives in _mistakes(trial.rollout.sample_conditioning()):
-        fit = _nearest(exam, trial, alternatives)
-        if (evidence := exam.evidence(trial, fit)) is not None:
-            found.append((fit.share, message, numbers, evidence))
-    if not found:
-        return None
-    _, message, numbers, evidence = max(found, key=lambda entry: entry[0])
+    some = len(found.samples) < found.num_samples
     return failed(
-        f"the steps fit {message}, {evidence.text}",
-        "compare the conditioning that enters the engine's transformer with Rollout.conditioning, by value and length",
+        found.text,
+        REMEDIES[check],
+        value=found.evidence.value,
+        limit=found.evidence.threshold,
+        samples=list(found.samples) if some else None,
+        **found.mistake.numbers,
+    )
+
+
+def check_references(exam: Exam) -> Finding | None:
+    """Whether the engine's transformer sees the reference images as the actor's does; None without any."""
+    if REFERENCES not in exam.trials.conditioning:
+        return None
+    finding = explained(exam, "references") or lies_with(
+        exam,
+        REFERENCES,
+        "the reference images: other pixels, latents, order or places of their tokens, or text embeddings without them",
+        REMEDIES["references"],
+    )
+    return finding or passed("the steps fit the reference images")
+
+
+def lies_with(exam: Exam, prefix: str, inputs: str, remedy: str) -> Finding | None:
+    """A failure if the gap is more than precision explains, and disappears where both sides go without some inputs."""
+    plain, gap = exam.trials.withheld.get(prefix), exam.trials.base.velocity_gap()
+    if plain is None or gap <= largest_gap(exam.usual_gap):
+        return None
+    rest = plain.velocity_gap()
+    if rest > exam.usual_gap or (evidence := exam.explains(1 - (rest / gap) ** 2)) is None:
+        return None
+    return failed(
+        f"velocities differ by {percent(gap)}, and by {percent(rest)} where both sides go without: the engine has "
+        f"other inputs of {inputs}",
+        remedy,
         value=evidence.value,
         limit=evidence.threshold,
-        **numbers,
+        fits="unknown",
     )
 
 
-def _nearest(exam: Exam, trial: Trial, alternatives: Sequence[Conditioning]) -> Fit:
-    """The fit of the step means under `alternatives`; each term takes the closest one."""
-    rollout = trial.rollout
-    own = torch.arange(rollout.num_samples, device=rollout.window.latents.device)
-    means = torch.stack(
-        [
-            score_means(exam.actor, replace(rollout, conditioning=rows, conditioning_rows=own))
-            for rows in alternatives
-        ]
-    )
-    distances = torch.stack([trial.squared_distance(alternative) for alternative in means])
-    samples, steps = distances.shape[1:]
-    nearest = means[distances.argmin(0), torch.arange(samples)[:, None], torch.arange(steps)]
-    return trial.fit(nearest)
-
-
-def _mistakes(
-    conditioning: Mapping[str, Tensor],
-) -> Iterator[tuple[str, dict[str, Any], list[Conditioning]]]:
-    """Usual mistakes with prompts: in words, as data, and the conditioning `[num_prompts, ...]` that they give."""
-    count = len(next(iter(conditioning.values())))
-
-    def of_others(names: Sequence[str]) -> list[Conditioning]:
-        return [
-            {**conditioning, **{name: conditioning[name].roll(shift, 0) for name in names}}
-            for shift in range(1, count)
-        ]
-
-    if count > 1:
-        yield "other prompts of the batch", {"fits": "others"}, of_others(list(conditioning))
-        for name in conditioning:
-            if len(conditioning) > 1 and not name.startswith("negative_"):
-                yield f"{name} of another prompt", {"fits": "another's", "field": name}, of_others([name])
-    sequences = [name for name, rows in conditioning.items() if rows.dim() == 3 or name.endswith("_mask")]
-    for kept in _lengths(_longest([conditioning[name] for name in sequences])):
-        cut = {name: conditioning[name][:, :kept] for name in sequences}
-        length = {"tokens": kept}
-        yield f"prompts cut after {kept} tokens", {"fits": "cut"} | length, [{**conditioning, **cut}]
-        blank = {
-            name: torch.cat([rows, torch.zeros_like(conditioning[name][:, kept:])], 1)
-            for name, rows in cut.items()
-            if not name.startswith("negative_")
-        }
-        yield f"prompts blank after {kept} tokens", {"fits": "blank"} | length, [{**conditioning, **blank}]
-
-
-def _longest(sequences: Sequence[Tensor]) -> int:
-    """Tokens of the longest prompt; padding that a mask leaves out can be cut without an effect."""
-    masks = [rows for rows in sequences if rows.dim() == 2]
-    if masks:
-        return max(int(mask.any(0).nonzero().max()) + 1 for mask in masks)
-    return max((rows.shape[1] for rows in sequences), default=0)
-
-
-def _lengths(length: int) -> list[int]:
-    """Usual lengths to which a prompt of `length` tokens may have been cut."""
-    usual = [*range(1, SHORT_LENGTHS + 1), 16, 32, 64, 77, 128, 256, length - 1]
-    return sorted({kept for kept in usual if 0 < kept < length})
+_RETURNED = (
+    "compare the conditioning that enters the engine's transformer with Rollout.conditioning, by value"
+)
+REMEDIES = {
+    "embeddings": f"{_RETURNED} and length",
+    "references": f"{_RETURNED} and order, and the places (img_ids, img_shapes) of the reference images' tokens",
+    "guidance": f"{_RETURNED}: the negative prompt's is under negative_*, and sampling.negative_prompt is its text",
+}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -165,6 +167,29 @@ def check_trajectory(exam: Exam) -> Finding:
                 "and return the latents before and after each step of the window as they were",
             )
     return passed("latents fit together from the initial noise of their seeds")
+
+
+def check_samples(exam: Exam) -> Finding:
+    """Whether the engine returns each sample once; noise that several samples share is judged by `check_noise`."""
+    rollout = exam.trials.base.rollout
+    start = witnesses.seeded_start(
+        rollout,
+        seed=exam.config.trainer.seed,
+        training_step=TRAINING_STEP,
+        same_in_group=exam.config.rollout.same_initial_noise,
+    )
+    window = rollout.window
+    for first, second in itertools.combinations(range(rollout.num_samples), 2):
+        twins = all(torch.equal(rows[first], rows[second]) for rows in (window.latents, window.next_latents))
+        if twins and not torch.equal(start[first], start[second]):
+            return failed(
+                f"sample {second} has the trajectory of sample {first}, to the bit, though their noise differs: one of "
+                "them is missing",
+                remedy="return each sample of a batch once, in the order of the requests",
+                sample=second,
+                has_trajectory_of=first,
+            )
+    return passed("each sample is returned once")
 
 
 def check_transition(exam: Exam) -> Finding:

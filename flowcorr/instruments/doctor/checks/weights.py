@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from flowcorr.instruments.doctor import precision
 from flowcorr.instruments.doctor.exam import EXPLAINED, Exam, largest_gap
 from flowcorr.instruments.doctor.findings import failed, judged, passed, skipped
+from flowcorr.instruments.doctor.other_inputs import named
 from flowcorr.instruments.doctor.trials import score_means, velocity_gap
 from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.gap_words import percent, two_digits
@@ -102,6 +103,18 @@ def check_weights(exam: Exam) -> Finding:
         )
     limit = largest_gap(usual)
     coarse = gap <= limit
+    remedy = (
+        "compare model.path, revision and variant of both stacks, and the engine's quantization; guidance in the "
+        "engine alone has the same effect"
+    )
+    off = trial.samples_off()
+    if not coarse and 2 * len(off) <= trial.rollout.num_samples:
+        numbers["samples"] = off
+        message += f" in {named(off)} of {trial.rollout.num_samples} alone"
+        remedy = (
+            "the others agree, so the model is the same: look for what these samples alone had, such as a worker, its "
+            "weights, or a place in the batch"
+        )
     return judged(
         gap,
         usual,
@@ -109,8 +122,7 @@ def check_weights(exam: Exam) -> Finding:
         message if coarse else f"{message}: more than precision explains",
         f"the {side}'s precision is low: train decoupled, and watch rollout_corr/exact_kl"
         if coarse
-        else "compare model.path, revision and variant of both stacks, and the engine's quantization; guidance in the "
-        "engine alone has the same effect",
+        else remedy,
         fails_above=limit,
         **numbers,
     )

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from instruments.doctor.faults import (
     GUIDED,
@@ -12,7 +14,9 @@ from instruments.doctor.faults import (
 )
 
 from flowcorr.instruments.doctor import examine
-from tests.planted.plants import rescaled_guidance
+from tests.planted.mistakes import negative_of_another, no_negative, sides_exchanged
+from tests.planted.plants import conditioned, rescaled_guidance
+from tests.prompts import prompts_of
 
 FAULTS = {
     "none": (another_guidance(guidance_scale=1.0), {}, {"value": 1.0, "limit": 4.0}),
@@ -42,6 +46,34 @@ def test_other_guidance(small_run, fault):
     assert_named(report, "guidance")
     found = finding_of(report, "guidance").numbers
     assert {name: found[name] for name in numbers} == pytest.approx(numbers, rel=0.01)
+
+
+def empty(engine, conditioning):
+    """The embeddings of an empty negative prompt, which the doctor does not have."""
+    guidance = replace(engine.plan.guidance, guidance_scale=4.0, negative_prompt="")
+    encoded = engine.family.encode(prompts_of(["cat"]), guidance)
+    return {
+        name: encoded[name][:1].expand_as(rows) if name.startswith("negative_") else rows
+        for name, rows in conditioning.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "fits"),
+    [
+        (negative_of_another, "another's negative"),
+        (sides_exchanged, "exchanged"),
+        (no_negative, "zeros"),
+        (empty, "unknown"),
+    ],
+)
+def test_another_negative_prompt(change, fits, small_run):
+    run = small_run(sampling={**GUIDED, "negative_prompt": "far"})
+    engine = separate(run)
+    conditioned(change, told=False)(engine)
+    plan = engine.plan
+    assert_named(check(run, engine, float32=False), "guidance", fits=fits)
+    assert engine.plan is plan
 
 
 @pytest.mark.parametrize("rollout", [{}, {"dtype": "bfloat16"}, {"emulate": "fp8"}])

@@ -13,7 +13,7 @@ from instruments.doctor.faults import (
 )
 
 from tests.overflow import overflow, overflow_one
-from tests.planted.mistakes import spoiled
+from tests.planted.mistakes import first_repeated, spoiled
 from tests.planted.plants import returning, rounded, sampling_with, scheduled
 
 RETURNED = {
@@ -139,3 +139,11 @@ def test_sampling(small_run, fault):
     engine = separate(run)
     plant(engine)
     assert_named(check(run, engine), name, **numbers)
+
+
+@pytest.mark.parametrize("same_initial_noise", [True, False])
+def test_a_sample_that_is_returned_twice(same_initial_noise, small_run):
+    run = small_run(rollout={"same_initial_noise": same_initial_noise})
+    engine = separate(run)
+    first_repeated(engine)
+    assert_named(check(run, engine, float32=False), "samples", sample=3, has_trajectory_of=0)

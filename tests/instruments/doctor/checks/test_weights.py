@@ -21,6 +21,7 @@ from flowcorr.rollout import InProcessEngine
 from tests.planted.mistakes import head_missing
 from tests.planted.plants import (
     deaf_after_the_first_sync,
+    in_some_images,
     merging,
     one_sync_behind,
     returning,
@@ -76,6 +77,14 @@ def test_other_weights(small_run, fault):
     engine = separate(run)
     plant(engine)
     assert_named(check(run, engine, float32=False), name, **numbers)
+
+
+def test_a_gap_of_some_images_alone_says_which(small_run):
+    """The first image of each prompt agrees to the bit, and so tells nothing of the others."""
+    run = small_run(rollout={"n": 3})
+    engine = separate(run)
+    in_some_images(lambda group, member: member == 1, lambda velocity, *rest: 1.05 * velocity(*rest))(engine)
+    assert_named(check(run, engine, float32=False), "weights", samples=[1, 4])
 
 
 @pytest.mark.parametrize("change", [1, -1])
