@@ -16,7 +16,7 @@ from flowcorr import metrics
 from flowcorr.distributed import gather_rows
 from flowcorr.errors import BatchError, ConfigError, unknown_choice
 from flowcorr.metrics import Metrics
-from flowcorr.records import check_shape
+from flowcorr.records import check_shape, check_tensor
 
 AdvantageStd = Literal["group", "global", "none"]
 ADVANTAGE_STDS = ("group", "global", "none")
@@ -46,7 +46,7 @@ def group_advantages(
 
     Raises:
         ConfigError: `std` is unknown.
-        BatchError: shapes differ, or a reward is not finite or beyond `LARGEST`.
+        BatchError: no tensors, shapes differ, or a reward is not finite or beyond `LARGEST`.
     """
     if std not in ADVANTAGE_STDS:
         raise ConfigError(unknown_choice("algorithm.advantage_std", std, ADVANTAGE_STDS))
@@ -116,6 +116,7 @@ def rejection_stats(keep: Tensor, group_ids: Tensor) -> Metrics:
 
 def _kept_terms(group_ids: Tensor, keep: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Each sample's group as 0..G-1 `[B]`, group sizes `[G]`, and each sample's kept terms `[B]` float64."""
+    check_tensor("keep", keep, "[B, T] of bools")
     if keep.dim() != 2:
         raise BatchError(f"keep has shape {list(keep.shape)}; it must be [B, T]")
     check_shape("group_ids", group_ids, (keep.shape[0],))
@@ -147,6 +148,7 @@ def _sum_by_group(values: Tensor, groups: Tensor, counts: Tensor) -> Tensor:
 
 
 def _check(rewards: Tensor, group_ids: Tensor) -> None:
+    check_tensor("rewards", rewards, "[B]")
     if rewards.dim() != 1:
         raise BatchError(f"rewards has shape {list(rewards.shape)}; it must be [B]")
     check_shape("group_ids", group_ids, tuple(rewards.shape))

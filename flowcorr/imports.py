@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -11,6 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from flowcorr.errors import ConfigError
+
+_OWN_NAME = re.compile(r"[\w.]{1,100}:[\w.]{1,100}")
+
+
+def is_own_name(name: str) -> bool:
+    """Whether a name is that of code of one's own, `package.module:name`."""
+    return _OWN_NAME.fullmatch(name) is not None
 
 
 def import_target(key: str, path: str, what: str) -> Any:

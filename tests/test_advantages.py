@@ -237,3 +237,14 @@ def test_shapes_after_rejection():
         drop_small_groups(torch.ones(3, 1).bool(), groups)
     with pytest.raises(BatchError, match=r"advantages has shape \[3\]; it must be \[2\]"):
         recentre(torch.zeros(3), groups, torch.ones(2, 1).bool())
+
+
+def test_lists_are_no_tensors():
+    rewards, groups = torch.tensor([1.0, 2.0]), torch.tensor([0, 0])
+    with pytest.raises(BatchError, match=r"rewards is of type list; it must be a torch tensor \[B\]"):
+        group_advantages([1.0, 2.0], groups)
+    with pytest.raises(BatchError, match=r"group_ids is of type list"):
+        group_advantages(rewards, [0, 0])
+    for call in (lambda keep: recentre(rewards, groups, keep), lambda keep: rejection_stats(keep, groups)):
+        with pytest.raises(BatchError, match=r"keep is of type list"):
+            call([[True], [False]])

@@ -13,9 +13,9 @@ import flowcorr
 
 PACKAGE = Path(flowcorr.__file__).parent
 FLOORS = {
-    "errors": 0, "imports": 0, "devices": 0, "distributed": 0, "records": 0, "metrics": 0, "dumps": 0, "private": 0,
+    "errors": 0, "imports": 0, "devices": 0, "distributed": 0, "records": 0, "metrics": 0, "private": 0,
     "processes": 0, "device_names": 0, "references": 0, "texts": 0, "hub": 0,
-    "sde": 1, "correction": 1, "losses": 1, "advantages": 1,
+    "sde": 1, "correction": 1, "losses": 1, "advantages": 1, "dumps": 1,
     "config": 2,
     "algorithm": 3, "translate": 3,
     "models": 4, "rewards": 4, "data": 4, "words": 4, "trackers": 4, "lora": 4,

@@ -19,7 +19,7 @@ from flowcorr.correction.weights import band_of, batch_mean, capped, raw_weights
 from flowcorr.distributed import Group, gather, gather_rows, world_size
 from flowcorr.errors import BatchError
 from flowcorr.metrics import Metrics
-from flowcorr.records import check_shape
+from flowcorr.records import check_shape, check_tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -188,6 +188,7 @@ def _schedule_length(step_indices: Tensor | None, num_steps: int | None) -> int:
 
 
 def _check_shapes(target: Tensor, tensors: Mapping[str, Tensor | None], *, may_be_empty: bool) -> None:
+    check_tensor("target_log_prob", target, "[B, T]")
     shape = tuple(target.shape)
     if len(shape) != 2 or 0 in (shape[1:] if may_be_empty else shape):
         raise BatchError(f"target_log_prob has shape {list(shape)}; it must be [B, T] with at least one term")

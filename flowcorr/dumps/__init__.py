@@ -18,6 +18,7 @@ import contextlib
 import json
 import os
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from os import PathLike
@@ -31,8 +32,10 @@ from torch import Tensor
 from flowcorr.dumps import checks
 from flowcorr.dumps.checks import Array
 from flowcorr.dumps.files import damaged, opened, write
-from flowcorr.dumps.replay import ReplaySamples, save_replay
+from flowcorr.dumps.replay import ReplaySamples, discard_replay, save_replay
 from flowcorr.errors import BatchError, ConfigError, unknown_choice
+from flowcorr.imports import is_own_name
+from flowcorr.losses.table import CLIP, LOSSES
 
 FOLDER = "log_probs"
 GIVES = {
@@ -149,7 +152,7 @@ class StepFields(TypedDict, total=False):
             frames.
         clip_ratio: PPO clip range of the loss, or a list of one for each step of the schedule, from its first step on,
             whichever of them the window has.
-        loss_mode: flowcorr's name of the loss, `flow_grpo` if it is left out.
+        loss_mode: flowcorr's name of the loss, `flow_grpo` if it is left out; or `package.module:name` of another.
         adv_clip_max: what the loss clamps advantages to.
     """
 
@@ -196,11 +199,24 @@ def dump(
         BatchError: a shape does not fit, or a value is not allowed.
         BackendError: the folder cannot be written to.
         TypeError: a field is unknown, or a required one is missing.
+
+    Warns:
+        UserWarning: the folder holds the step already; its file and its captured samples are replaced.
     """
     terms, loss = described(step, **fields)
+    earlier = Path(folder) / _STEP.format(step)
+    if earlier.exists():
+        warnings.warn(
+            f"{earlier} was there and is replaced: call flowcorr.dump once a step, on one rank, and give each run a "
+            "folder of its own; a resumed run may write a step again",
+            UserWarning,
+            stacklevel=2,
+        )
     path = save(Path(folder), step, terms, loss)
     if replay is not None:
         save_replay(path.parent, step, replay)
+    else:
+        discard_replay(path.parent, step)
     return path
 
 
@@ -215,6 +231,11 @@ def described(step: int, **given: Unpack[StepFields]) -> tuple[DumpedTerms, Logg
     if unknown:
         raise TypeError(unknown_choice("field", min(unknown), StepFields.__annotations__))
     known: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    name = known.get("loss_mode", "flow_grpo")
+    if name not in LOSSES and not (isinstance(name, str) and is_own_name(name)):
+        raise BatchError(
+            f"{unknown_choice('loss_mode', name, LOSSES)}, or name the trainer's own as 'package.module:name'"
+        )
     if missing := [name for name in ("rollout_log_probs", "advantages") if name not in known]:
         raise TypeError(f"missing: {', '.join(missing)}")
     plain: dict[str, Any] = {name: _plain(name, known.pop(name)) for name in _TOLD if name in known}
@@ -322,12 +343,15 @@ def discard_after(run_dir: Path, step: int) -> None:
 
 
 def missing(terms: DumpedTerms, loss: LoggedLoss) -> list[str]:
-    """A line for each field of `GIVES` that is not there: what it would give."""
+    """The names of the fields of `GIVES` that are not there, and that would tell something."""
     known = {*terms.tensors()}
     known |= {name for name in ("num_elements", "clip_ratio") if _known(name, terms, loss)}
     if not terms.bypass or terms.current_log_probs is None:
         known.add("before_update")  # it would say nothing
-    return [f"not dumped: {name}, which gives {gives}" for name, gives in GIVES.items() if name not in known]
+    row = LOSSES.get(loss.loss_mode)
+    if row is not None and row.limit != CLIP:
+        known.add("clip_ratio")  # the loss reads none
+    return [name for name in GIVES if name not in known]
 
 
 def _known(name: str, terms: DumpedTerms, loss: LoggedLoss) -> bool:

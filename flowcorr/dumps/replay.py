@@ -175,6 +175,11 @@ def save_replay(folder: Path, step: int, samples: ReplaySamples) -> Path:
     return write(folder / _FILE.format(step), tensors, {"step": str(step), **told}, "dump without `replay`")
 
 
+def discard_replay(folder: Path, step: int) -> None:
+    """Delete the samples of a step, if there are any: those of an earlier run, whose step was written again."""
+    (folder / _FILE.format(step)).unlink(missing_ok=True)
+
+
 def load_replay(path: Path) -> ReplaySamples:
     """Read the samples of a step.
 

@@ -29,7 +29,7 @@ _ROUNDING = 5e-6
 _ALONE = 30.0
 # Mean beside spread of a step's differences: a shift that all samples share, instead of one that varies with them.
 _SHARED = 2.0
-# `D var / 2` beside the mean, as in `audit.dumped.estimated_kl`: 1 for two densities whose means differ, .25 or more
+# `D var / 2` beside the mean, as in `gap_size.estimated_kl`: 1 for two densities whose means differ, .25 or more
 # where their stds do, `2 s^2` for log-probs in units of `2 s^2` nats.
 _TOO_EVEN = 1e-3
 _FEWEST = 8  # samples of a step that tell whether they share a gap

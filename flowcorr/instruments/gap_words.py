@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
-from flowcorr.config.schema import Config, SamplingConfig
+from flowcorr.config.schema import Config
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.correction.bounds import idle_modes
+from flowcorr.instruments.gap_size import estimated_kl, num_terms
 
-_EXACT, _K3, _SIZE = "rollout_corr/exact_kl", "rollout_corr/k3_kl", "rollout/num_elements"
+_EXACT, _SIZE = "rollout_corr/exact_kl", "rollout/num_elements"
+_KL, _K3 = "rollout_corr/kl", "rollout_corr/k3_kl"
 _OUTSIDE = "rollout_corr/clip_noise_fraction"
 _UNMEASURED = "rollout_corr/rollout_rs_unmeasured_fraction"
 _IDLE_WEIGHTS = 1e-4  # weights nearer to 1 than this print as 1
@@ -22,21 +23,26 @@ def treatment(correction: RolloutCorrectionConfig) -> str:
     return f"rollout gap {correction.label}"
 
 
-def joint_nats(sampling: SamplingConfig, values: Values) -> float | None:
+def joint_nats(config: Config, values: Values) -> float | None:
     """The KL of a whole SDE window in nats, summed over all latent elements; None where a step did not measure it.
 
-    It is the exact KL where the engine returns step means. Else it follows from the mean square of `delta`: with `m`
-    the KL of a step a latent element, `delta` is normal with mean `-m` and variance `2 m / D`, so
-    `2 k3_kl = m^2 + 2 m / D`.
+    It is the exact KL where the engine returns step means, else `estimated_kl` of the mean and the mean square of
+    `delta`, of which `k3_kl` is half.
     """
-    size, exact, k3 = values.get(_SIZE), values.get(_EXACT), values.get(_K3)
-    if size is None or (exact is None and (k3 is None or sampling.cps_unscaled)):
+    size, exact, kl, k3 = (values.get(name) for name in (_SIZE, _EXACT, _KL, _K3))
+    if size is None or (exact is None and (kl is None or k3 is None or config.sampling.cps_unscaled)):
         return None
     if exact is None:
+        assert kl is not None, "checked above"
         assert k3 is not None, "checked above"
-        square = 2 * size * size * k3
-        exact = square / (1 + math.sqrt(1 + square)) / size  # sqrt(1 + square) - 1 cancels
-    return sampling.sde_window_size * size * exact
+        exact = estimated_kl(-kl, 2 * k3, num_terms(config), int(size))
+    return config.sampling.sde_window_size * size * exact
+
+
+def mean_gap(config: Config, steps: Sequence[Values]) -> float | None:
+    """`joint_nats`, the mean over the training steps that measured it; None where none did."""
+    sizes = [size for values in steps if (size := joint_nats(config, values)) is not None]
+    return sum(sizes) / len(sizes) if sizes else None
 
 
 def gap(nats: float) -> str:
@@ -80,16 +86,14 @@ def measurement(config: Config, steps: Sequence[Values]) -> str:
     """
     if not steps:
         return ""
-    correction = config.algorithm.rollout_correction
-    sizes = [size for values in steps if (size := joint_nats(config.sampling, values)) is not None]
+    correction, mean = config.algorithm.rollout_correction, mean_gap(config, steps)
     if correction.mode == "off":
         return (
             "gap not measured: algorithm.rollout_correction.preset=disabled measures it and corrects nothing"
         )
-    if not sizes:
+    if mean is None:
         why = ": sampling.cps_unscaled=true takes their scale off log-probs"
         return f"gap not measured in joint nats{why if config.sampling.cps_unscaled else ''}"
-    mean = sum(sizes) / len(sizes)
     if mean == 0:
         return "gap 0: engine and trainer give equal log-probs"
     found, shares = gap(mean), [values[_OUTSIDE] for values in steps if _OUTSIDE in values]

@@ -101,7 +101,7 @@ class TerminalObserver:
             name: f"{label} {metrics[name]:.3g}" for name, label in self._labels.items() if name in metrics
         }
         learned = [shown.pop(name) for name in list(shown) if name.startswith("reward/")]
-        nats = gap_words.joint_nats(self._config.sampling, metrics)
+        nats = gap_words.joint_nats(self._config, metrics)
         measured = ["" if nats is None else gap_words.gap(nats), gap_words.action(self._correction, metrics)]
         fields = list(filter(None, (*learned, *measured, *shown.values())))
         self._progress.update(self._task, completed=step)
@@ -135,7 +135,9 @@ class TerminalObserver:
         if self._steps and result.status == "finished":
             assert self._config is not None, "a run starts before its first step"
             self._say(gap_words.measurement(self._config, self._steps), prose=True)
-            self._say(_next_commands(result.out_dir, self._recipe or str(result.out_dir / "config.yaml")))
+            recipe = self._recipe or str(result.out_dir / "config.yaml")
+            is_equal = gap_words.mean_gap(self._config, self._steps) == 0
+            self._say(_next_commands(result.out_dir, "" if is_equal else recipe))
         if result.resume_command is not None:
             self._say(f"resume with: {result.resume_command}")
 
@@ -216,11 +218,11 @@ def _leave_terminal() -> None:
 
 
 def _next_commands(out_dir: Path, recipe: str) -> str:
-    """The next commands after a first run."""
+    """The next commands after a first run; without a recipe no audit of it."""
     run = shlex.quote(str(out_dir))
     rows = (
         (f"flowcorr report {run}", "what it learned"),
-        (f"flowcorr audit {shlex.quote(recipe)}", "does the gap matter?"),
+        *([(f"flowcorr audit {shlex.quote(recipe)}", "does the gap matter?")] if recipe else []),
         ("flowcorr plan sd35_medium_ocr_lora --gpu rtx4090-24gb", "does a real model fit?"),
     )
     width = max(len(command) for command, _ in rows)

@@ -11,6 +11,7 @@ from flowcorr.config.schema import Config
 from flowcorr.instruments import image_drift, jumps, replicas
 from flowcorr.instruments.clip_noise import clip_key
 from flowcorr.instruments.finding import LEVELS, Finding, Level
+from flowcorr.instruments.gap_size import num_terms
 from flowcorr.instruments.jumps import JumpDetector
 from flowcorr.instruments.limits import Units, limits_of, mean_gap_of
 from flowcorr.instruments.metrics.metric import NATS, Rule
@@ -35,11 +36,8 @@ def units_of(config: Config, num_elements: int | None) -> Units:
         num_elements: `D`; None if the run did not log it.
     """
     setting, gap = Setting.of(config), usual_gap(config, distilled=False)
-    terms = config.rollout.prompts_per_step * config.rollout.n * setting.window_size
-    if setting.correction.mode in ("bypass", "auto"):
-        terms //= config.actor.mini_batches
     units = replace(
-        units_of_setting(setting, num_elements, num_terms=terms),
+        units_of_setting(setting, num_elements, num_terms=num_terms(config)),
         usual_gap=gap,
         rows=rows_of(config),
         rounding={residual.name: residual.limit(config) for residual in RESIDUALS},
@@ -95,22 +93,33 @@ def examine_step(
 
 
 def examine_run(
-    records: Sequence[Mapping[str, Any]], units: Units, places: Mapping[int, str] = MappingProxyType({})
+    records: Sequence[Mapping[str, Any]],
+    units: Units,
+    places: Mapping[int, str] = MappingProxyType({}),
+    by_step: Mapping[int, Units] = MappingProxyType({}),
 ) -> list[Finding]:
-    """The broken rules of a run, each once at its worst step, the most serious first."""
+    """The broken rules of a run, each once at its worst step, the most serious first.
+
+    Args:
+        records: the metrics of its steps.
+        units: the run's units.
+        places: by rollout worker, where it runs, in words.
+        by_step: the units of training steps that have their own.
+    """
     monitor = HealthMonitor(units, places=places)
     workers: list[Finding] = []
     broken: dict[str, list[Finding]] = {}
     lasting: set[str] = set()
     start = next(filter(is_step, records), None)
     for record in records:
-        for finding in monitor.update(record):
+        of_step = by_step.get(record["step"], units) if by_step else units
+        for finding in monitor.update(record, units=of_step):
             lasting.add(finding.cause)
             if finding.cause == jumps.RULE.name:
                 broken.setdefault(finding.cause, []).append(_at(finding, record))
             elif finding.cause == replicas.RULE.name:
                 workers.append(_at(finding, record))
-        for finding in examine_step(record, units, start=start):
+        for finding in examine_step(record, of_step, start=start):
             broken.setdefault(finding.cause, []).append(_at(finding, record))
     findings = [
         _with(min(hits, key=lambda hit: (_rank(hit.level), -_distance(hit))), steps=len(hits))
@@ -146,19 +155,22 @@ class HealthMonitor:
         self._streaks: dict[str, int] = {}
         self._reported: dict[str, int] = {}
 
-    def update(self, metrics: Mapping[str, Any], faults: Sequence[Finding] = ()) -> list[Finding]:
+    def update(
+        self, metrics: Mapping[str, Any], faults: Sequence[Finding] = (), *, units: Units | None = None
+    ) -> list[Finding]:
         """The new findings after this step; records of evaluations alone are skipped.
 
         Args:
             metrics: of the step.
             faults: what `diagnose` found in its terms, where they are at hand.
+            units: of this step; None for the run's.
         """
         if not is_step(metrics):
             return []
         told = [fault for fault in faults if fault.cause not in self._reported]
         self._reported.update({fault.cause: _rank(fault.level) for fault in told})
         self._start = metrics if self._start is None else self._start
-        found = beside(faults, examine_step(metrics, self._units, start=self._start))
+        found = beside(faults, examine_step(metrics, units or self._units, start=self._start))
         self._streaks = {finding.cause: self._streaks.get(finding.cause, 0) + 1 for finding in found}
         lasting = [
             finding for finding in found if self._streaks[finding.cause] >= self._patience[finding.cause]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,9 @@ from flowcorr import dumps
 from flowcorr.config.schema import Config
 from flowcorr.dumps import DumpedTerms, LoggedLoss
 from flowcorr.dumps.checks import MAX_SCHEDULE
-from flowcorr.errors import ConfigError
+from flowcorr.errors import ConfigError, unknown_choice
+from flowcorr.imports import is_own_name
+from flowcorr.losses import LOSSES
 from flowcorr.trainer.run_config import CONFIG_FILE
 
 _ROUNDING = 2.0**-8  # relative; noise levels may have been rounded to bfloat16
@@ -26,20 +28,28 @@ class DumpedFile:
     Attributes:
         path: the file.
         loss: its loss.
+        num_samples: `B`.
         window: SDE steps a sample, `T`.
         num_elements: `D`, where known.
         last_index: its highest step index, where known.
         has_levels: whether it tells noise levels.
         scored: `scored_columns`.
+        bypass: whether the step was in bypass mode.
+        has_trainer: whether it holds log-probs of the trainer, see `holds_trainer`.
+        missing: names of optional fields that it lacks, see `dumps.missing`.
     """
 
     path: Path
     loss: LoggedLoss
+    num_samples: int
     window: int
     num_elements: int | None
     last_index: int | None
     has_levels: bool
     scored: Tensor
+    bypass: bool
+    has_trainer: bool
+    missing: Sequence[str]
 
     def num_steps(self, levels: Tensor | None) -> int:
         """Number of steps of the terms' schedule, as `completed` counts them."""
@@ -78,7 +88,9 @@ def survey(files: Mapping[int, Path], config: Config | None) -> tuple[dict[int, 
 
 def _examined(path: Path, config: Config | None) -> DumpedFile:
     terms, loss = dumps.load(path), dumps.load_loss(path)
-    window = terms.rollout_log_probs.shape[1]
+    if loss.loss_mode not in LOSSES and not is_own_name(loss.loss_mode):
+        raise ConfigError(f"{path}: {unknown_choice('loss_mode', loss.loss_mode, LOSSES)}")
+    samples, window = terms.rollout_log_probs.shape
     last = None if terms.step_indices is None else int(terms.step_indices.max())
     highest = window - 1 if last is None else last
     clip = loss.clip_ratio if config is None else config.actor.clip_ratio
@@ -93,11 +105,15 @@ def _examined(path: Path, config: Config | None) -> DumpedFile:
     return DumpedFile(
         path=path,
         loss=loss,
+        num_samples=samples,
         window=window,
         num_elements=terms.num_elements,
         last_index=last,
         has_levels=terms.sigmas is not None,
         scored=scored_columns(terms),
+        bypass=terms.bypass,
+        has_trainer=holds_trainer(terms),
+        missing=dumps.missing(terms, loss),
     )
 
 
@@ -114,17 +130,21 @@ def _check_alike(found: Sequence[DumpedFile]) -> None:
                 )
 
 
+def size_of(files: Iterable[DumpedFile]) -> int | None:
+    """`D` as the files tell it, which is one number; None where none tells it."""
+    return next((file.num_elements for file in files if file.num_elements is not None), None)
+
+
 def noise_levels(paths: Sequence[Path]) -> Tensor | None:
     """The noise levels of all steps, highest first, to within the rounding of bfloat16; None where none are needed.
 
     None too where they are not those of a schedule, but lie anywhere. Samples may have windows of their own, so that a
     step's place within its window does not tell which step it is.
     """
-    if not paths or dumps.load(paths[0]).step_indices is not None:
+    loaded = [terms for terms in map(dumps.load, paths) if terms.sigmas is not None]
+    if all(terms.step_indices is not None for terms in loaded):
         return None
-    seen = [terms.sigmas.unique() for terms in map(dumps.load, paths) if terms.sigmas is not None]
-    if not seen:
-        return None
+    seen = [terms.sigmas.unique() for terms in loaded if terms.sigmas is not None]
     levels = torch.cat(seen).unique().flip(0)
     new = torch.cat([levels.new_ones(1).bool(), levels[1:] < levels[:-1] * (1 - _ROUNDING)])
     highest, lowest = levels[new], levels[new.roll(-1)]  # of those that are one but for rounding
@@ -146,6 +166,11 @@ def scored_in(columns: Sequence[Tensor]) -> Tensor | None:
 def scored_columns(dumped: DumpedTerms) -> Tensor:
     """`[T]` bool, steps of the window of which the trainer has a finite log-prob in any sample."""
     return trained_log_probs(dumped).isfinite().any(0)
+
+
+def holds_trainer(dumped: DumpedTerms) -> bool:
+    """Whether a step holds log-probs of the trainer; in bypass mode the old ones are the rollout's."""
+    return not dumped.bypass or dumped.current_log_probs is not None
 
 
 def trained_log_probs(dumped: DumpedTerms) -> Tensor:

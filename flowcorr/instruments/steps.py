@@ -18,21 +18,37 @@ from flowcorr.algorithm.apply import correct
 from flowcorr.config.schema import ActorConfig, Config
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.dumps import DumpedTerms, LoggedLoss
-from flowcorr.errors import ConfigError, unknown_choice
+from flowcorr.errors import ConfigError
+from flowcorr.instruments.dumped_loss import (
+    UNBOUNDED,
+    actor_of,
+    is_imported,
+    ratio_limit,
+    reads_means,
+    without_clipped_shares,
+)
 from flowcorr.instruments.faults import diagnose
 from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.setting import Setting
-from flowcorr.instruments.step_files import DumpedFile, noise_levels, scored_in, survey, trained_log_probs
-from flowcorr.losses import LOSSES, clip_by_term, flow_grpo, resolve_loss
+from flowcorr.instruments.step_files import (
+    DumpedFile,
+    holds_trainer,
+    noise_levels,
+    scored_in,
+    size_of,
+    survey,
+    trained_log_probs,
+)
+from flowcorr.losses import clip_by_term, flow_grpo, resolve_loss
+from flowcorr.losses.table import CLIP
 from flowcorr.metrics import Metrics, maximum
 from flowcorr.records import Terms
 from flowcorr.rewards import RewardOutput
 from flowcorr.trainer import run_config
 from flowcorr.trainer.measurements import reward_metrics
-from flowcorr.trainer.run_config import CONFIG_FILE, is_file, near_run, read_config
+from flowcorr.trainer.run_config import CONFIG_FILE, RunConfig, is_file, near_run, read_config
 from flowcorr.trainer.run_folder import resume_command
 
-UNBOUNDED = 1e9  # in place of a clip range that is not known: no ratio reaches it
 _MORE_STEPS = 10  # that tell something
 
 
@@ -42,11 +58,14 @@ class DumpedRun:
 
     Attributes:
         folder: where they lie.
-        setting: its loss, correction and schedule, as far as they are known.
+        settings: by training step, its loss, correction and schedule, as far as they are known.
         config: the whole configuration of a run of flowcorr; None of another trainer's.
         loss_mode: the name of its loss, also where `setting` has another that stands in for it.
         files: by training step, those that can be read.
+        num_terms: by training step, SDE steps of all its samples.
+        num_elements: `D`, where any file tells it.
         left_out: names of its own code that was not imported, see `RunConfig`.
+        without_loss: training steps whose loss is such code.
         notes: what was not dumped and what it would give, and what was left out, a line each.
         levels: noise levels of all steps, highest first, where they have to stand for step indices; else None.
         scored: `[T]` bool, steps of the window that the trainer scores; None where in some training steps it scores
@@ -54,11 +73,14 @@ class DumpedRun:
     """
 
     folder: Path
-    setting: Setting
+    settings: Mapping[int, Setting]
     config: Config | None
     loss_mode: str
     files: Mapping[int, Path]
+    num_terms: Mapping[int, int]
+    num_elements: int | None
     left_out: Mapping[str, str] = field(default_factory=dict)
+    without_loss: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
     levels: Tensor | None = None
     scored: Tensor | None = None
@@ -67,6 +89,20 @@ class DumpedRun:
     def of_flowcorr(self) -> bool:
         """Whether flowcorr trained it."""
         return self.config is not None
+
+    @property
+    def setting(self) -> Setting:
+        """The setting of its last step, with which it goes on."""
+        return self.settings[max(self.settings)]
+
+    @property
+    def replayable(self) -> list[int]:
+        """The training steps whose loss is known; one of the run's own may not be imported."""
+        return [step for step in self.files if step not in self.without_loss]
+
+    def load(self, step: int) -> DumpedTerms:
+        """The terms of a training step, with the run's `num_elements` where its file does not tell it."""
+        return replace(dumps.load(self.files[step]), num_elements=self.num_elements)
 
 
 def is_run(folder: Path) -> bool:
@@ -110,117 +146,144 @@ def read_dumped(folder: Path, *, allow_imports: Collection[str] = ()) -> DumpedR
         raise ConfigError(f"{folder}: {notes[0]}")
     for note in notes:
         warnings.warn(note, UserWarning, stacklevel=2)
-    paths = {step: file.path for step, file in found.items()}
     if run is not None:
-        return DumpedRun(
-            folder=folder,
-            setting=Setting.of(run.config),
-            config=run.config,
-            loss_mode=run.loss_mode,
-            files=paths,
-            left_out=run.left_out,
-            notes=(*notes, *run_config.notes(run.left_out)),
-            scored=torch.ones(next(iter(found.values())).window, dtype=torch.bool),
-        )
-    return _of_another_trainer(folder, paths, list(found.values()), notes, frozenset(allow_imports))
+        return of_own_run(folder, run, found, notes)
+    return _of_another_trainer(folder, found, notes, frozenset(allow_imports))
+
+
+def of_own_run(
+    folder: Path, run: RunConfig, found: Mapping[int, DumpedFile], notes: Sequence[str]
+) -> DumpedRun:
+    """The dumped steps of a run of flowcorr, at least one."""
+    return DumpedRun(
+        folder=folder,
+        settings=dict.fromkeys(found, Setting.of(run.config)),
+        config=run.config,
+        loss_mode=run.loss_mode,
+        **_of_files(found),
+        left_out=run.left_out,
+        without_loss=frozenset(found if run_config.LOSS in run.left_out else ()),
+        notes=(*notes, *run_config.notes(run.left_out)),
+        scored=torch.ones(next(iter(found.values())).window, dtype=torch.bool),
+    )
+
+
+def _of_files(found: Mapping[int, DumpedFile]) -> dict[str, Any]:
+    return {
+        "files": {step: file.path for step, file in found.items()},
+        "num_terms": {step: file.num_samples * file.window for step, file in found.items()},
+        "num_elements": size_of(found.values()),
+    }
 
 
 def _of_another_trainer(
-    folder: Path,
-    paths: Mapping[int, Path],
-    found: Sequence[DumpedFile],
-    notes: list[str],
-    allowed: frozenset[str],
+    folder: Path, found: Mapping[int, DumpedFile], notes: list[str], allowed: frozenset[str]
 ) -> DumpedRun:
-    first = found[0]
-    terms, loss = dumps.load(first.path), first.loss
-    notes = [*notes, *dumps.missing(terms, loss)]
-    if any(file.loss != loss for file in found):
-        notes.append(
-            f"the files differ in loss_mode, clip_ratio or adv_clip_max: judged by those of {first.path.name}"
+    files = list(found.values())
+    levels, last = noise_levels([file.path for file in files]), files[-1]
+    own = [file.loss.loss_mode for file in files if not is_imported(file.loss, allowed)]
+    left_out = {run_config.LOSS: own[-1]} if own else {}
+    notes = [*notes, *_missing(files), *_differing(files), *run_config.notes(left_out)]
+    notes += _stand_ins(files, allowed)
+    if levels is None and any(file.last_index is None and file.has_levels for file in files):
+        notes.append("sigmas are not those of a schedule, so steps are counted within the window")
+    steps = max(file.num_steps(levels) for file in files)
+    for file in files:
+        clip = file.loss.clip_ratio
+        if isinstance(clip, Sequence) and file.num_steps(levels) > len(clip):
+            raise ConfigError(
+                f"{file.path}: clip_ratio has {len(clip)} values, and the terms of {folder} are of "
+                f"{file.num_steps(levels)} steps; give one value for each, or one number"
+            )
+        steps = max(steps, len(clip) if isinstance(clip, Sequence) else 0)
+    return DumpedRun(
+        folder=folder,
+        settings={
+            step: _setting(actor_of(file.loss, allowed), file.bypass, file.window, steps)
+            for step, file in found.items()
+        },
+        config=None,
+        loss_mode=last.loss.loss_mode,
+        **_of_files(found),
+        left_out=left_out,
+        without_loss=frozenset(step for step, file in found.items() if not is_imported(file.loss, allowed)),
+        notes=tuple(notes),
+        levels=levels,
+        scored=scored_in([file.scored for file in files]),
+    )
+
+
+def _missing(files: Sequence[DumpedFile]) -> list[str]:
+    """A line for each optional field that steps lack, with its use."""
+    counts = {name: sum(name in file.missing for file in files) for name in dumps.GIVES}
+    if size_of(files) is not None:
+        counts["num_elements"] = 0  # one file tells it for all, see `survey`
+    lines = [
+        f"not dumped{_of_steps(count, len(files))}: {name}, which gives {dumps.GIVES[name]}"
+        for name, count in counts.items()
+        if count
+    ]
+    alone = sum(not file.has_trainer for file in files)
+    if alone:
+        lines.append(
+            f"the trainer's log-probs were not dumped{_of_steps(alone, len(files))}: no gap is known there; dump "
+            "old_log_probs where it recomputes them, or current_log_probs"
         )
-    if len({file.last_index is None for file in found}) > 1:
-        notes.append(
+    return lines
+
+
+def _differing(files: Sequence[DumpedFile]) -> list[str]:
+    """A line for each fact of the run that differs by step."""
+    lines = []
+    bypass = sum(file.bypass for file in files)
+    if 0 < bypass < len(files):
+        lines.append(f"bypass mode{_of_steps(bypass, len(files))}: each step is judged in its own mode")
+    if any(file.loss != files[0].loss for file in files):
+        lines.append(
+            "loss_mode, clip_ratio or adv_clip_max differ by step: each step is judged by its own, and advice is for "
+            f"those of the last, {files[-1].path.name}"
+        )
+    if len({file.last_index is None for file in files}) > 1:
+        lines.append(
             "some files lack step_indices, so that their steps are counted within the window, and stand beside other "
             "steps of the schedule: dump step_indices in each, or delete these files"
         )
-    actor, left_out = _loss_of(first, allowed)
-    notes += run_config.notes(left_out)
-    if resolve_loss(actor).needs_kl:
-        notes.append(
-            f"loss {loss.loss_mode} reads step means, which no dump holds: judged as flow_grpo, without its clip range"
-        )
-    actor = _as_dumped(actor, loss)
-    levels = noise_levels(list(paths.values()))
-    if levels is None and terms.step_indices is None and terms.sigmas is not None:
-        notes.append("sigmas are not those of a schedule, so steps are counted within the window")
-    steps = max(file.num_steps(levels) for file in found)
-    if isinstance(actor.clip_ratio, tuple):
-        given = len(actor.clip_ratio)
-        if steps > given:
-            raise ConfigError(
-                f"{first.path}: clip_ratio has {given} values, and the terms of {folder} are of {steps} steps; give "
-                "one value for each, or one number"
+    return lines
+
+
+def _stand_ins(files: Sequence[DumpedFile], allowed: frozenset[str]) -> list[str]:
+    """A line for each loss whose limit no dump holds."""
+    lines = []
+    for name, loss in {file.loss.loss_mode: file.loss for file in files}.items():
+        limit = resolve_loss(actor_of(loss, allowed)).limit
+        if reads_means(loss, allowed):
+            lines.append(
+                f"loss {name} reads step means, which no dump holds: judged as flow_grpo, without its clip range"
             )
-        steps = given
-    return DumpedRun(
-        folder=folder,
-        setting=_setting(terms, actor, steps),
-        config=None,
-        loss_mode=loss.loss_mode,
-        files=paths,
-        left_out=left_out,
-        notes=tuple(notes),
-        levels=levels,
-        scored=scored_in([file.scored for file in found]),
-    )
+        elif limit is not None and limit != CLIP:
+            lines.append(f"loss {name} has {limit.key}, which no dump holds: judged without it")
+    return lines
+
+
+def _of_steps(count: int, total: int) -> str:
+    return "" if count == total else f" in {count} of {total} steps"
 
 
 def setting_of(terms: DumpedTerms, loss: LoggedLoss) -> Setting:
-    """The setting of another trainer's run, as far as one step tells it.
-
-    A loss of the run's own is not imported: it is judged as flow_grpo, as are losses that read step means.
-    """
-    known = ActorConfig(loss_mode=loss.loss_mode) if loss.loss_mode in LOSSES else ActorConfig()
-    last = terms.rollout_log_probs.shape[1] - 1 if terms.step_indices is None else terms.step_indices.max()
-    return _setting(terms, _as_dumped(known, loss), int(last) + 1)
+    """The setting of another trainer's run, as far as one step tells it; see `actor_of`."""
+    window = terms.rollout_log_probs.shape[1]
+    last = window - 1 if terms.step_indices is None else int(terms.step_indices.max())
+    return _setting(actor_of(loss), terms.bypass, window, last + 1)
 
 
-def _as_dumped(actor: ActorConfig, loss: LoggedLoss) -> ActorConfig:
-    """`actor` with the dumped clip ranges.
-
-    Of a loss that reads step means, which no dump holds, the ratio is not known: the default loss stands in for it,
-    without its clip range.
-    """
-    clip = loss.clip_ratio
-    if resolve_loss(actor).needs_kl:
-        actor, clip = ActorConfig(), None
-    clip = UNBOUNDED if clip is None else clip
-    return replace(
-        actor,
-        clip_ratio=clip if isinstance(clip, float | int) else tuple(clip),
-        adv_clip_max=loss.adv_clip_max or actor.adv_clip_max,
-    )
-
-
-def _setting(terms: DumpedTerms, actor: ActorConfig, num_steps: int) -> Setting:
+def _setting(actor: ActorConfig, bypass: bool, window: int, num_steps: int) -> Setting:
     return Setting(
         actor=actor,
-        correction=RolloutCorrectionConfig(bypass_mode=terms.bypass),
+        correction=RolloutCorrectionConfig(bypass_mode=bypass),
         num_steps=num_steps,
-        window_size=terms.rollout_log_probs.shape[1],
+        window_size=window,
         window_end=num_steps,
     )
-
-
-def _loss_of(file: DumpedFile, allowed: frozenset[str]) -> tuple[ActorConfig, dict[str, str]]:
-    """The loss that a file names, and its name where it is not to be imported and the default stands in for it."""
-    name = file.loss.loss_mode
-    if name in LOSSES or name in allowed:
-        return ActorConfig(loss_mode=name), {}
-    if not run_config.is_own_name(name):
-        raise ConfigError(f"{file.path}: {unknown_choice('loss_mode', name, LOSSES)}")
-    return ActorConfig(), {run_config.LOSS: name}
 
 
 def completed(dumped: DumpedTerms, levels: Tensor | None = None) -> Terms:
@@ -302,12 +365,11 @@ def gap_of(dumped: DumpedTerms, levels: Tensor | None = None, scored: Tensor | N
     )
 
 
-def diagnosed(
-    files: Mapping[int, Path], levels: Tensor | None = None, scored: Tensor | None = None
-) -> list[Finding]:
-    """The faults of the log-probs of dumped steps; `levels` and `scored` as in `gap_terms`."""
-    steps = {step: dumps.load(path) for step, path in files.items()}
-    gaps = {step: gap_of(dumped, levels, scored) for step, dumped in steps.items()}
+def diagnosed(run: DumpedRun) -> list[Finding]:
+    """The faults of the log-probs of dumped steps."""
+    loaded = {step: run.load(step) for step in run.files}
+    steps = {step: dumped for step, dumped in loaded.items() if holds_trainer(dumped)}
+    gaps = {step: gap_of(dumped, run.levels, run.scored) for step, dumped in steps.items()}
     return diagnose(gaps, ages_of(steps)) if gaps else []
 
 
@@ -329,8 +391,8 @@ def records(run: DumpedRun) -> list[dict[str, Any]]:
         ConfigError: a file is damaged.
     """
     found = {
-        step: step_metrics(dumps.load(path), run.setting, run.levels, run.scored)
-        for step, path in run.files.items()
+        step: step_metrics(run.load(step), setting, run.levels, run.scored)
+        for step, setting in run.settings.items()
     }
     return [
         {"step": step} | {name: value if math.isfinite(value) else None for name, value in metrics.items()}
@@ -342,15 +404,16 @@ def step_metrics(
     dumped: DumpedTerms, setting: Setting, levels: Tensor | None = None, scored: Tensor | None = None
 ) -> dict[str, float]:
     """The metrics that training would have logged of one step, see `records`; `scored` as in `gap_terms`."""
-    terms, actor = gap_terms(dumped, levels, scored), setting.actor
+    terms, actor, metrics = gap_terms(dumped, levels, scored), setting.actor, Metrics()
     # In bypass mode a current policy that may have learned from the batch already shows no noise.
     noisy = not dumped.bypass or dumped.before_update is not None
-    _, metrics = correct(
-        terms,
-        setting.correction,
-        actor_config=actor if noisy and actor.clip_ratio != UNBOUNDED else None,
-        num_steps=setting.num_steps,
-    )
+    if holds_trainer(dumped):
+        _, metrics = correct(
+            terms,
+            setting.correction,
+            actor_config=actor if noisy and ratio_limit(actor) is not None else None,
+            num_steps=setting.num_steps,
+        )
     if terms.num_elements is not None:
         metrics = metrics.merge(Metrics.from_stats({"rollout/num_elements": maximum(terms.num_elements)}))
     if dumped.current_log_probs is not None:
@@ -363,16 +426,11 @@ def step_metrics(
 
 def _of_update(terms: Terms, actor: ActorConfig) -> Metrics:
     """The metrics of the loss; without the clipped shares where the clip range is not known."""
+    clip = clip_by_term(actor.clip_ratio, terms.step_index)
     metrics = flow_grpo(
-        terms.log_prob,
-        terms.old_log_prob,
-        terms.advantage,
-        clip_ratio=clip_by_term(actor.clip_ratio, terms.step_index),
-        adv_clip_max=actor.adv_clip_max,
+        terms.log_prob, terms.old_log_prob, terms.advantage, clip_ratio=clip, adv_clip_max=actor.adv_clip_max
     ).metrics
-    if actor.clip_ratio != UNBOUNDED:
-        return metrics
-    return metrics.renamed(lambda name: None if name.startswith("actor/pg_clipfrac") else name)
+    return without_clipped_shares(metrics) if actor.clip_ratio == UNBOUNDED else metrics
 
 
 def _of_rewards(terms: DumpedTerms) -> Metrics:

@@ -5,9 +5,9 @@ The metrics and the findings are those that `flowcorr report` makes of a dump of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Unpack
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from flowcorr.errors import BatchError
 from flowcorr.instruments.faults import diagnose
 from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.rules import HealthMonitor, units_of_setting
-from flowcorr.instruments.step_files import scored_columns, scored_in
+from flowcorr.instruments.step_files import holds_trainer, scored_columns, scored_in
 from flowcorr.instruments.steps import ages_of, gap_of, setting_of, step_metrics
 
 PREFIX = "rollout_corr/"
@@ -33,6 +33,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._monitor: HealthMonitor | None = None
+        self._num_elements: int | None = None
         self._columns: list[Tensor] = []  # steps of the window that the trainer scored, once each
 
     def __call__(
@@ -54,21 +55,22 @@ class Watch:
             BatchError: a shape or value is not allowed, or the trainer's own log-probs are missing.
         """
         dumped, loss = dumps.described(step, **fields)
-        if dumped.bypass and dumped.current_log_probs is None:
+        if not holds_trainer(dumped):
             raise BatchError(
                 "flowcorr.watch got the rollout's log-probs alone; give the trainer's as well: old_log_probs where it "
                 "recomputes them, or current_log_probs"
             )
-        setting = setting_of(dumped, loss)
+        self._num_elements = dumped.num_elements or self._num_elements
+        dumped = replace(dumped, num_elements=self._num_elements)
+        setting, count = setting_of(dumped, loss), dumped.rollout_log_probs.numel()
+        units = units_of_setting(setting, dumped.num_elements, num_terms=count)
         scored = self._scored(dumped)
         metrics = step_metrics(dumped, setting, scored=scored)
         unjudged: list[Finding] = []
         if self._monitor is None:
-            unjudged = _unjudged({"clip_ratio": loss.clip_ratio, "num_elements": dumped.num_elements})
-            count = dumped.rollout_log_probs.numel()
-            self._monitor = HealthMonitor(units_of_setting(setting, dumped.num_elements, num_terms=count))
+            unjudged, self._monitor = _unjudged(dumps.missing(dumped, loss)), HealthMonitor(units)
         faults = diagnose({step: gap_of(dumped, scored=scored)}, ages_of({step: dumped}))
-        findings = [*self._monitor.update(metrics, faults), *unjudged]
+        findings = [*self._monitor.update(metrics, faults, units=units), *unjudged]
         findings = [replace(found, numbers={"step": step, **found.numbers}) for found in findings]
         return {name: value for name, value in metrics.items() if name.startswith(PREFIX)}, findings
 
@@ -79,8 +81,8 @@ class Watch:
         return scored_in(self._columns)
 
 
-def _unjudged(given: Mapping[str, Any]) -> list[Finding]:
-    missing = [name for name in _NEEDED if given[name] is None]
+def _unjudged(absent: Sequence[str]) -> list[Finding]:
+    missing = [name for name in _NEEDED if name in absent]
     if not missing:
         return []
     return [

@@ -13,7 +13,7 @@ from flowcorr import metrics
 from flowcorr.correction.exponents import bounded
 from flowcorr.errors import BatchError, ConfigError, unknown_choice
 from flowcorr.metrics import Metrics, Over, Stat
-from flowcorr.records import LossOutput, check_shape
+from flowcorr.records import LossOutput, check_shape, check_tensor
 
 RatioLevel = Literal["step", "trajectory_mean", "trajectory_sum"]
 RATIO_LEVELS = ("step", "trajectory_mean", "trajectory_sum")
@@ -56,6 +56,8 @@ def mask_terms(
         ConfigError: `adv_clip_max` is not positive.
     """
     check_positive("adv_clip_max", adv_clip_max)
+    for name, column in (("log_prob", log_prob), ("advantage", advantage)):
+        check_tensor(name, column, "[b] or [b, T]")
     shape = tuple(log_prob.shape)
     if log_prob.dim() not in (1, 2):
         raise BatchError(f"log_prob has shape {list(shape)}; it must be [b] or [b, T]")

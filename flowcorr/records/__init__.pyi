@@ -10,6 +10,7 @@ from .tensors import (
     Terms,
     Window,
     check_shape,
+    check_tensor,
 )
 
 __all__ = [
@@ -25,5 +26,6 @@ __all__ = [
     "Terms",
     "Window",
     "check_shape",
+    "check_tensor",
     "distinct",
 ]

@@ -383,12 +383,15 @@ LOWEST_NOISE_LEVEL = 1e-4
 """A sigma up to here counts as 0: the noise of such a step would drown in the float32 rounding of the latents."""
 
 
+def check_tensor(name: str, tensor: Tensor, shape: str) -> None:
+    """Raise `BatchError` unless `tensor` is one; `shape` is in words."""
+    if not isinstance(tensor, Tensor):
+        raise BatchError(f"{name} is of type {type(tensor).__name__}; it must be a torch tensor {shape}")
+
+
 def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     """Raise `BatchError` unless `tensor` is one, of exactly `shape`."""
-    if not isinstance(tensor, Tensor):
-        raise BatchError(
-            f"{name} is of type {type(tensor).__name__}; it must be a torch tensor of shape {list(shape)}"
-        )
+    check_tensor(name, tensor, f"of shape {list(shape)}")
     if tuple(tensor.shape) != shape:
         raise BatchError(
             f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}, as nothing is broadcast"

@@ -18,10 +18,10 @@ from flowcorr.config import yaml_text
 from flowcorr.config.schema import Config
 from flowcorr.config.text_file import read_text
 from flowcorr.errors import ConfigError, nearest, printable
+from flowcorr.imports import is_own_name
 
 CONFIG_FILE = "config.yaml"
 _INTERPOLATION = re.compile(r"(?<!\\)(\\\\)*\$\{")
-_OWN_NAME = re.compile(r"[\w.]{1,100}:[\w.]{1,100}")
 LOSS, MODES, ENGINE = "actor.loss_mode", "algorithm.rollout_correction.rollout_rs", "rollout.name"
 METRICS = "trainer.metrics"
 _LOSS_KEYS = ("loss_mode", "loss_options")
@@ -133,11 +133,6 @@ def own_names(chain: object) -> list[str]:
     """The names `package.module:name` in a name, or in names that are chained by commas."""
     parts = chain.split(",") if isinstance(chain, str) else []
     return [part.strip() for part in parts if ":" in part]
-
-
-def is_own_name(name: str) -> bool:
-    """Whether a name is that of code of one's own, `package.module:name`."""
-    return _OWN_NAME.fullmatch(name) is not None
 
 
 def near_run(path: Path) -> str:

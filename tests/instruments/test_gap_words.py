@@ -14,6 +14,7 @@ BYPASS = Correction.from_preset("bypass_ppo_clip")
 WEIGHTS = Correction.from_preset("decoupled_token_is")
 BAND = Correction.from_preset("decoupled_geo_rs")
 SIZE = {"rollout/num_elements": 512.0}
+EQUAL = {"rollout_corr/kl": 0.0, "rollout_corr/k3_kl": 0.0}
 STEPS = [
     SIZE | {"rollout_corr/exact_kl": kl, "rollout_corr/clip_noise_fraction": outside}
     for kl, outside in ((1e-4, 0.02), (3e-4, 0.04))
@@ -84,7 +85,7 @@ def test_in_bypass_mode_the_loss_says_what_it_rejected():
         (BYPASS, STEPS, ["gap 0.2 joint nats; 3 %", "PPO clipped as if the policy had learned it"]),
         (Correction(bypass_mode="auto"), STEPS, ["where a step was in bypass mode"]),
         (Correction.from_preset("bypass_pg_is"), STEPS, ["before any update"]),
-        (DISABLED, [SIZE | {"rollout_corr/k3_kl": 0.0}], ["gap 0: engine and trainer give equal"]),
+        (DISABLED, [SIZE | EQUAL], ["gap 0: engine and trainer give equal"]),
         (OFF, STEPS, ["gap not measured", "preset=disabled measures it"]),
         (DISABLED, [{"reward/mean": 1.0}], ["gap not measured"]),
     ],
@@ -97,7 +98,7 @@ def test_the_last_sentence_says_what_was_measured(correction, steps, parts):
 def test_log_probs_without_their_scale_are_no_run_that_measures_nothing():
     run = load("tiny_ocr_lora", ["sampling.sde_type=cps", "sampling.cps_unscaled=true"])
     assert run.algorithm.rollout_correction.preset == "disabled"
-    sentence = measurement(run, [SIZE | {"rollout_corr/k3_kl": 1e-7}])
+    sentence = measurement(run, [SIZE | EQUAL | {"rollout_corr/k3_kl": 1e-7}])
     assert "sampling.cps_unscaled=true" in sentence
     assert "preset=disabled" not in sentence
 
@@ -115,17 +116,15 @@ def test_the_gap_without_step_means_is_that_of_exact_kls(nats):
     delta = -kl + math.sqrt(2 * kl / size) * noise
     found = compute_rollout_correction_and_rejection_mask(delta, torch.zeros_like(delta))
     values = found.metrics.compute() | SIZE
-    sampling = load("tiny_ocr_lora").sampling
-    assert sampling.sde_window_size == window
+    run = load("tiny_ocr_lora")
+    assert run.sampling.sde_window_size == window
     error = 4 * math.sqrt(1 / samples)  # of a mean square, relative
-    assert joint_nats(sampling, values) == pytest.approx(
+    assert joint_nats(run, values) == pytest.approx(
         nats, rel=error + 2 * kl
     )  # k3 is a mean square to `delta / 3`
-    assert joint_nats(sampling, values | {"rollout_corr/exact_kl": kl}) == pytest.approx(nats)
+    assert joint_nats(run, values | {"rollout_corr/exact_kl": kl}) == pytest.approx(nats)
     assert (
-        joint_nats(
-            load("tiny_ocr_lora", ["sampling.sde_type=cps", "sampling.cps_unscaled=true"]).sampling, values
-        )
+        joint_nats(load("tiny_ocr_lora", ["sampling.sde_type=cps", "sampling.cps_unscaled=true"]), values)
         is None
     )
 

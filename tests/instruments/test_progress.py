@@ -143,6 +143,16 @@ def test_a_finished_run_ends_with_its_measurement(console, recipe, advised):
     assert f"\n  {advised}  " in text
 
 
+@pytest.mark.parametrize(("kl", "advised"), [(0.0, False), (3e-4, True)])
+def test_after_a_gap_of_zero_no_audit_is_advised(console, kl, advised):
+    with TerminalObserver(console) as observer:
+        observer.on_start(load("tiny_ocr_lora", ["trainer.total_steps=1"]), Path("runs/x"), 0)
+        observer.on_step(1, SIZE | {"rollout_corr/exact_kl": kl})
+        observer.on_finish(RunResult(status="finished", step=1, out_dir=Path("runs/x"), metrics={}))
+    assert ("flowcorr audit" in plain(console)) == advised
+    assert "flowcorr report" in plain(console)
+
+
 @pytest.mark.parametrize(("spread", "warned"), [(0.0, True), (0.1, False)])
 def test_a_reward_that_is_constant_is_named_at_the_end(console, spread, warned):
     with TerminalObserver(console) as observer:

@@ -105,7 +105,7 @@ def test_a_step_that_was_scored_before_and_is_no_more_is_a_fault(tmp_path):
     dumps.save(path.parent, last, terms, dumps.load_loss(path))
     run = read_dumped(tmp_path)
     assert records(run)[-1]["rollout_corr/nonfinite_fraction"] == 0.5
-    (found,) = diagnosed(run.files, run.levels, run.scored)
+    (found,) = diagnosed(run)
     assert found.numbers["since training step"] == last
 
 
@@ -121,7 +121,7 @@ def test_trained_steps_that_move_are_no_fault(tmp_path):
     run = read_dumped(tmp_path)
     assert run.scored is None
     assert [record["rollout_corr/nonfinite_fraction"] for record in records(run)] == [0] * 4
-    assert not diagnosed(run.files, run.levels, run.scored)
+    assert not diagnosed(run)
 
 
 def test_a_step_of_flowcorrs_own_that_is_broken_from_the_start_is_a_fault(tmp_path):
@@ -130,5 +130,5 @@ def test_a_step_of_flowcorrs_own_that_is_broken_from_the_start_is_a_fault(tmp_pa
         one.old_log_probs[:, 1] = math.nan
     run = read_dumped(write_run(tmp_path / "own", terms))
     assert [record["rollout_corr/nonfinite_fraction"] for record in records(run)] == [0.5] * 2
-    (found,) = diagnosed(run.files, run.levels, run.scored)
+    (found,) = diagnosed(run)
     assert found.numbers["since training step"] == 1

@@ -10,13 +10,14 @@ from instruments.foreign_dumps import D, draw_steps
 import flowcorr
 from flowcorr import dumps
 from flowcorr.errors import ConfigError
-from flowcorr.instruments.steps import (
-    UNBOUNDED,
-    diagnosed,
-    gap_terms,
-    read_dumped,
-    records,
-)
+from flowcorr.instruments.audit import audit_folder
+from flowcorr.instruments.dumped_loss import UNBOUNDED
+from flowcorr.instruments.report import report
+from flowcorr.instruments.report.charts import chart_sections
+from flowcorr.instruments.report.runs import group_by_seed, read_run
+from flowcorr.instruments.report.terms import read_spread
+from flowcorr.instruments.steps import diagnosed, gap_terms, read_dumped, records
+from flowcorr.instruments.watch import Watch
 from tests.odd_files import BATCH, write_step
 
 
@@ -90,7 +91,8 @@ def test_a_metric_that_overflows_is_not_logged(tmp_path):
 def test_files_with_and_without_step_indices_are_told_apart(tmp_path):
     draw_steps(tmp_path)
     assert not any("some files lack step_indices" in note for note in read_dumped(tmp_path).notes)
-    draw_steps(tmp_path, steps=2, without=("step_indices", "sigmas"))
+    with pytest.warns(UserWarning, match=r"step_00000[12].safetensors was there and is replaced"):
+        draw_steps(tmp_path, steps=2, without=("step_indices", "sigmas"))
     run = read_dumped(tmp_path)
     assert sum("some files lack step_indices" in note for note in run.notes) == 1
     assert ["rollout_corr/step_0/kl" in record for record in records(run)] == [True, True, False]
@@ -119,12 +121,13 @@ def test_an_empty_folder_says_what_to_name(tmp_path):
         read_dumped(tmp_path)
 
 
-def test_files_of_two_losses_are_judged_by_the_first(tmp_path):
+def test_files_of_two_losses_are_judged_each_by_its_own(tmp_path):
     write_step(tmp_path, 1)
     write_step(tmp_path, 2, metadata={"clip_ratio": "0.1"})
     run = read_dumped(tmp_path)
-    assert run.setting.actor.clip_ratio == 1e-3
-    assert "step_000001" in run.notes[-1]
+    assert [setting.actor.clip_ratio for setting in run.settings.values()] == [1e-3, 0.1]
+    assert run.setting.actor.clip_ratio == 0.1
+    assert "step_000002" in run.notes[-1]
 
 
 def test_noise_levels_stay_within_the_clip_range(tmp_path):
@@ -204,7 +207,7 @@ def test_what_was_learned_is_no_gap(tmp_path):
     assert first["rollout_corr/logprob_abs_diff_max"] < 1e-5
     assert first["rollout_corr/nonfinite_fraction"] == 0
     assert first["actor/ratio_mean"] == pytest.approx(1 + math.expm1(0.1) / 2, rel=1e-3)
-    assert diagnosed(run.files, run.levels, run.scored) == []
+    assert diagnosed(run) == []
     terms = gap_terms(dumps.load(run.files[1]))
     assert torch.equal(terms.keep, FRESH)
 
@@ -231,7 +234,7 @@ def test_a_step_that_is_broken_in_every_sample_is_a_fault(engine, trainer, tmp_p
     draw_steps(tmp_path, rollout_log_probs=with_last(engine), old_log_probs=with_last(trainer))
     run = read_dumped(tmp_path)
     assert records(run)[0]["rollout_corr/nonfinite_fraction"] == 0.5
-    assert [found.cause for found in diagnosed(run.files, run.levels, run.scored)] == ["non_finite"]
+    assert [found.cause for found in diagnosed(run)] == ["non_finite"]
 
 
 def test_a_step_that_nobody_trained_is_left_out_of_the_gap(tmp_path):
@@ -254,3 +257,156 @@ def test_a_step_that_nobody_trained_is_no_part_of_the_update(old, tmp_path):
     first = records(read_dumped(tmp_path))[0]
     assert first["actor/nonfinite_fraction"] == 0
     assert first["actor/ratio_mean"] == pytest.approx(1.5)
+
+
+# Steps that differ --------------------------------------------------------------------------------------------------
+
+SIZE = 4096
+FIELDS = {"step_indices": [1, 3], "sigmas": [0.9, 0.7]}
+
+
+def drawn_step(seed, r, *, bypass, **fields):
+    """The fields of a step of which both means are `r` stds apart, and its log-ratios."""
+    draw = torch.Generator().manual_seed(seed)
+    rollout, noise = (torch.randn(32, 2, generator=draw, dtype=torch.float64) for _ in range(2))
+    delta = -(r**2) / 2 + r / math.sqrt(SIZE) * noise
+    side = {"current_log_probs": rollout + delta}
+    if not bypass:
+        side |= {"old_log_probs": rollout + delta}
+    elif "before_update" not in fields:
+        side |= {"before_update": torch.ones(32, 2)}
+    advantages = torch.randn(32, generator=draw, dtype=torch.float64)
+    return {"rollout_log_probs": rollout, "advantages": advantages, **side, **FIELDS, **fields}, delta
+
+
+MIXED = {
+    1: {"bypass": False, "r": 0.01, "clip_ratio": 1e-4, "num_elements": SIZE},
+    2: {"bypass": True, "r": 0.1, "clip_ratio": [2e-3] * 4},
+    3: {"bypass": False, "r": 0.02},
+    4: {"bypass": True, "r": 0.03, "loss_mode": "importance_cap"},
+    5: {"bypass": True, "r": 0.03, "clip_ratio": 1e-3, "before_update": [[1, 0]] * 32},
+    6: {"bypass": False, "r": 0.05, "clip_ratio": 1e-2, "num_elements": SIZE, "group_ids": [0, 1] * 16},
+}
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """A folder that a trainer goes on in after it changed mode, clip range, loss and fields; its log-ratios by step."""
+    deltas = {}
+    for step, change in MIXED.items():
+        fields, deltas[step] = drawn_step(step, **change)
+        flowcorr.dump(tmp_path, step, **fields)
+    return tmp_path, deltas
+
+
+def outside_of(delta, clip):
+    return float((delta.expm1().abs() > clip).double().mean())
+
+
+def test_each_step_is_judged_by_its_own_mode_and_clip_range(mixed):
+    folder, deltas = mixed
+    deltas[5] = deltas[5][:, :1]  # the other column was scored after the update
+    logged, watch = {one["step"]: one for one in read_run(folder).records}, Watch()
+    for step, delta in deltas.items():
+        record = logged[step]
+        assert record["rollout_corr/kl"] == pytest.approx(float(-delta.mean()))
+        assert record["rollout_corr/logprob_abs_diff_mean"] == pytest.approx(float(delta.abs().mean()))
+        assert record["rollout/num_elements"] == SIZE
+        change = {name: value for name, value in MIXED[step].items() if name not in ("bypass", "r")}
+        fields, _ = drawn_step(step, MIXED[step]["r"], bypass=MIXED[step]["bypass"], **change)
+        metrics, _ = watch(step, **fields)
+        assert metrics == {name: value for name, value in record.items() if name.startswith("rollout_corr/")}
+    clips = {1: 1e-4, 2: 2e-3, 5: 1e-3, 6: 1e-2}
+    for step, record in logged.items():
+        expected = outside_of(deltas[step], clips[step]) if step in clips else None
+        assert record.get("rollout_corr/clip_noise_fraction") == expected
+        ratio = 0.0 if step in (1, 6) else expected
+        assert record.get("actor/pg_clipfrac") == (None if step not in clips else pytest.approx(ratio, abs=1))
+
+
+def test_audit_pools_steps_that_differ(mixed):
+    folder, deltas = mixed
+    audited = audit_folder(folder)
+    deltas.pop(5)  # no sample of it was scored before the update at both steps
+    nats = sum(change["r"] ** 2 for step, change in MIXED.items() if step != 5) / 5 * SIZE
+    assert audited.fact("joint_nats") == pytest.approx(nats, rel=0.1)
+    clips = {1: 1e-4, 2: 2e-3, 6: 1e-2}
+    outside = sum(outside_of(deltas[step], clip) for step, clip in clips.items()) / 3
+    assert audited.fact("outside_clip") == pytest.approx(outside)
+    assert audited.fact("clip_limit") == 1e-2
+    (presets,) = [table for table in audited.tables if table.name == "presets"]
+    assert {row["preset"] for row in presets.records()} >= {"disabled", "bypass_ppo_clip"}
+
+
+def test_the_report_names_the_modes_in_turn_and_draws_terms_in_their_own_ranges(mixed):
+    folder, deltas = mixed
+    (summary,) = [table for table in report([folder]).tables if table.name == "summary"]
+    assert summary.records()[0]["correction"] == "measured only, then bypass"
+    spread = read_spread(group_by_seed([read_run(folder)])[0])
+    assert (spread.num_steps, spread.num_bypass, spread.in_ranges, spread.limits) == (6, 3, True, (-1.0, 1.0))
+    # The ranges of steps 1, 2, 5 and 6 are known; old and current log-probs are equal in 1 and 6.
+    assert len(spread.ratios) == 4 * 64
+    assert int((spread.ratios == 0).sum()) == 2 * 64
+    assert [len(values) for values in spread.mismatch.values()] == [6 * 32, 5 * 32]
+    chart_sections(group_by_seed([read_run(folder)]))
+
+
+def test_the_noise_of_a_step_is_a_warning_in_bypass_mode_alone(tmp_path):
+    """The rule looks at the step's own mode, whichever the run began with."""
+    watch, levels = Watch(), []
+    for step, bypass in enumerate([False, True], 1):
+        fields, _ = drawn_step(step, 0.1, bypass=bypass, clip_ratio=1e-5, num_elements=SIZE)
+        levels += [finding.level for finding in watch(step, **fields)[1] if finding.cause == "clip_noise"]
+        flowcorr.dump(tmp_path, step, **fields)
+    assert levels == ["note", "warning"]
+    found = [finding for finding in report([tmp_path]).findings if finding.cause == "clip_noise"]
+    assert [finding.level for finding in found] == ["warning"]
+
+
+def test_a_step_without_log_probs_of_the_trainer_has_no_gap_of_zero(tmp_path):
+    fields, _ = drawn_step(1, 0.1, bypass=True)
+    alone = {name: fields[name] for name in ("rollout_log_probs", "advantages")}
+    flowcorr.dump(tmp_path, 1, **alone)
+    flowcorr.dump(tmp_path, 2, **fields, num_elements=SIZE)
+    first, second = read_run(tmp_path).records
+    assert not any(name.startswith("rollout_corr/") for name in first)
+    assert second["rollout_corr/kl"] > 0
+    assert audit_folder(tmp_path).fact("num_samples") == 32
+    assert any(
+        "were not dumped in 1 of 2 steps: no gap is known there" in note
+        for note in read_dumped(tmp_path).notes
+    )
+
+
+def test_what_some_steps_lack_is_counted(tmp_path):
+    for step in (1, 2, 3):
+        more = {} if step == 2 else {"rewards": torch.arange(32), "num_elements": SIZE}
+        flowcorr.dump(tmp_path, step, **drawn_step(step, 0.1, bypass=False)[0], **more, group_ids=[0, 1] * 16)
+    notes = [note.split(",")[0] for note in read_dumped(tmp_path).notes]
+    assert notes[:2] == ["not dumped: clip_ratio", "not dumped in 1 of 3 steps: rewards"]
+
+
+@pytest.mark.parametrize("known", [1, 2, 3])
+def test_exact_kls_of_some_steps_are_kept(known, tmp_path):
+    for step in (1, 2, 3):
+        kl = {"old_rollout_kl": torch.full((32, 2), 0.5)} if step == known else {}
+        flowcorr.dump(tmp_path, step, **drawn_step(step, 0.1, bypass=False)[0], num_elements=SIZE, **kl)
+    expected = SIZE * (2 * 0.5 + 2 * 2 * 0.1**2 / 2) / 3
+    assert audit_folder(tmp_path).fact("joint_nats") == pytest.approx(expected, rel=0.01)
+
+
+def test_a_loss_with_a_cap_is_not_held_against_our_default(tmp_path):
+    fields, _ = drawn_step(1, 0.1, bypass=True, loss_mode="importance_cap", num_elements=SIZE)
+    flowcorr.dump(tmp_path, 1, **fields)
+    audited = audit_folder(tmp_path)
+    assert (audited.fact("clip_limit"), audited.fact("outside_clip")) == (None, None)
+    (presets,) = [table for table in audited.tables if table.name == "presets"]
+    assert {row["clipped"] for row in presets.records()} == {None}
+    assert any("importance_cap, which no dump holds" in note for note in read_dumped(tmp_path).notes)
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+def test_without_a_clip_range_no_preset_says_what_it_clips(bypass, tmp_path):
+    flowcorr.dump(tmp_path, 1, **drawn_step(1, 0.1, bypass=bypass, num_elements=SIZE)[0])
+    (presets,) = [table for table in audit_folder(tmp_path).tables if table.name == "presets"]
+    assert {row["clipped"] for row in presets.records()} == {None}

@@ -14,6 +14,7 @@ from typing import Literal
 
 from torch import Tensor, quantile
 
+from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.correction.bounds import AUTO
 from flowcorr.correction.modes import OUTLIER_Z
 from flowcorr.instruments.clip_noise import clip_text
@@ -91,6 +92,7 @@ class Facts:
         recompute_share: of the time of rollout, recompute and update; None if it was not timed.
         older_weights: whether the weights that sample are older than those that learn.
         quantization: of the trainer's weights, where the engine's are not quantized; else `none`.
+        correction: of the run; of another trainer's, its mode alone.
     """
 
     num_steps: int
@@ -110,6 +112,7 @@ class Facts:
     recompute_share: float | None
     older_weights: bool = False
     quantization: str = "none"
+    correction: RolloutCorrectionConfig | None = None
 
     @property
     def clip_needed(self) -> float:
@@ -153,6 +156,9 @@ def advise(facts: Facts, *, of_recipe: bool = True) -> list[Finding]:
     """
     kind, mode = kind_of(facts), mode_of(facts)
     bypass = mode == "bypass"
+    keys = _keys(facts, kind, bypass)
+    done = _in_force(facts, keys) if of_recipe else kind != "correct" and _has_mode(facts, keys)
+    verdict = _verdict(facts, kind, bypass)
     reasons = {
         "size": _about_gap(facts, kind),
         "mode": _about_mode(facts, kind, bypass),
@@ -163,15 +169,15 @@ def advise(facts: Facts, *, of_recipe: bool = True) -> list[Finding]:
         Finding(
             level=LEVELS[kind],
             cause="gap",
-            sentence=_verdict(facts, kind, bypass),
+            sentence=f"{verdict}; change nothing, the run does so" if done and kind != "repair" else verdict,
             numbers={
                 "r": facts.r,
                 "joint nats": facts.joint_nats,
                 "ESS of exact weights": facts.exact_ess,
                 "clip needed": facts.clip_needed,
             },
-            remedy="" if of_recipe else WORDS[kind == "correct", mode],
-            keys=_yaml(_keys(facts, kind, bypass)) if of_recipe else "",
+            remedy="" if of_recipe or done else WORDS[kind == "correct", mode],
+            keys=_yaml(keys) if of_recipe and not done else "",
         )
     ]
     wider = _alternative(facts, bypass)
@@ -356,6 +362,23 @@ def _keys(facts: Facts, kind: Kind, bypass: bool) -> dict[str, str]:
     if bypass:
         return keys | {"rollout_rs": _BAND_MODES[facts.ratio_level], "rollout_rs_threshold": AUTO}
     return keys | {"rollout_rs": "step_z", "rollout_rs_threshold": f"{OUTLIER_Z}"}
+
+
+def _in_force(facts: Facts, keys: Mapping[str, str]) -> bool:
+    """Whether the run's correction is the one that these keys set, and does nothing else."""
+    correction = facts.correction
+    if correction is None or not _has_mode(facts, keys):
+        return False
+    acts = correction.applies_weights, correction.rejects
+    if acts != ("rollout_is" in keys, "rollout_rs" in keys) or correction.loss_type != "ppo_clip":
+        return False
+    return all(str(getattr(correction, key)) == value for key, value in keys.items() if key != "bypass_mode")
+
+
+def _has_mode(facts: Facts, keys: Mapping[str, str]) -> bool:
+    """Whether the run is in the mode that these keys set; without a correction, old log-probs are recomputed."""
+    modes = {"true": ("bypass",), "false": ("decoupled", "off"), AUTO: ("auto",)}
+    return facts.correction is not None and facts.correction.mode in modes[keys["bypass_mode"]]
 
 
 def _alternative(facts: Facts, bypass: bool) -> str:

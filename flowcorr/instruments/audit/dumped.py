@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from flowcorr import dumps
 from flowcorr.correction import OFF
 from flowcorr.dumps import DumpedTerms
 from flowcorr.errors import ConfigError
 from flowcorr.instruments.audit.judge import report_of
 from flowcorr.instruments.audit.presets import Replay, replay_presets
 from flowcorr.instruments.audit.replay import chunks
+from flowcorr.instruments.clip_noise import StartRatios
 from flowcorr.instruments.faults import delta, diagnose, trained_columns
 from flowcorr.instruments.finding import Report, on_files
-from flowcorr.instruments.step_files import trained_log_probs
+from flowcorr.instruments.gap_size import estimated_kl, moments_disagree
+from flowcorr.instruments.step_files import holds_trainer, trained_log_probs
 from flowcorr.instruments.steps import DumpedRun, ages_of, gap_of, read_dumped
+from flowcorr.instruments.stored import stored_in
 from flowcorr.records import Terms
 from flowcorr.trainer.run_config import LOSS, MODES, how_to_allow
-
-# Standard errors between the two estimates of a step's KL beyond which noise of one size does not explain them.
-_DISAGREEMENT = 6.0
-_FEWEST = 8  # terms of a step: the error of fewer, from their own spread, is too small
 
 
 def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> Report:
     """Audit the gap between rollout and old policy in all dumped steps of a folder, and replay presets on them.
 
-    Where exact KLs were not dumped, each step's is estimated from the spread of its log-ratios, see `estimated_kl`.
+    Where exact KLs were not dumped, each step's is estimated from its log-ratios, see `estimated_kl`.
 
     Args:
         folder: a run's folder, or one of dumped steps.
@@ -41,29 +39,26 @@ def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> Report
         ConfigError: no dumped step can be read, or nothing tells the trainer's log-probs.
     """
     run = read_dumped(folder, allow_imports=allow_imports)
-    notes = list(run.notes)
-    terms = {step: dumps.load(path) for step, path in run.files.items()}
-    num_elements = next(filter(None, (one.num_elements for one in terms.values())), None)
-    bypass = any(one.bypass for one in terms.values())
+    notes, terms = list(run.notes), _with_trainer(run)
     steps = {step: gap_of(one, run.levels, run.scored) for step, one in terms.items()}
     ages = ages_of(terms)
     trained, faults = trained_columns(list(steps.values())), diagnose(steps, ages)
-    marks = [
-        (one.before_update == 0) & trained_log_probs(one).isfinite()
+    unmarked = [step for step, one in terms.items() if one.bypass and one.before_update is None]
+    late = sum(
+        int(((one.before_update == 0) & trained_log_probs(one).isfinite()).sum())
         for one in terms.values()
         if one.bypass and one.before_update is not None
-    ]
-    late = sum(int(mark.sum()) for mark in marks)
+    )
     if not trained.all():
         which = " from before the first update" if late else ""
         notes.append(
             f"{int((~trained).sum())} steps of the window have no log-prob of the trainer{which} in any sample: left "
             "out"
         )
-    parts = [_exact(run, step, terms[step], gap) for step, gap in steps.items()]
-    gap = Terms.concatenate([part.select((slice(None), trained)) for part in parts])
-    gap = gap.select(delta(gap).isfinite().all(1))
-    if not gap.old_log_prob.numel():  # no sample, or no step of the window
+    judged = {step: _judged(gap).select((slice(None), trained)) for step, gap in steps.items()}
+    judged = {step: gap.select(delta(gap).isfinite().all(1)) for step, gap in judged.items()}
+    judged = {step: gap for step, gap in judged.items() if gap.old_log_prob.numel()}
+    if not judged:  # no sample, or no step of the window
         found = [
             f"{one.sentence} ({one.evidence}); {one.remedy}" for one in faults if one.cause == "non_finite"
         ]
@@ -77,27 +72,29 @@ def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> Report
         raise ConfigError(f"{folder} holds no sample whose log-probs are all finite: {found[0]}")
     if late:
         notes.append(f"{late} terms were scored after the first update of their step, so they are left out")
-    if bypass and not marks:
+    if unmarked:
+        where = "" if len(unmarked) == len(terms) else f" in {len(unmarked)} of {len(terms)} steps"
         notes.append(
-            "in bypass mode the gap is of the current policy, so it holds what was learned; dump before_update"
+            f"in bypass mode the gap is of the current policy, so it holds what was learned{where}; dump before_update"
         )
-    assert gap.old_rollout_kl is not None, "`_exact` sets it"
-    if not gap.old_rollout_kl.isfinite().all():
-        gap, told = estimated_kl(gap, num_elements, densities=run.setting.densities)
-        notes += told
+    notes += _rounded(Terms.concatenate(list(judged.values())))
+    judged, told = _with_kls(run, judged)
+    notes += told
     if LOSS in run.left_out:
+        name = run.left_out[LOSS]
         notes.append(
-            f"presets are not replayed: {LOSS}={run.loss_mode!r} is code of the run's own; "
-            f"{how_to_allow(run.loss_mode)}"
+            f"presets are not replayed: {LOSS}={name!r} is code of the run's own; {how_to_allow(name)}"
         )
+    ratios = [StartRatios.of(gap, run.settings[step].actor) for step, gap in judged.items()]
     return report_of(
         f"Audit of {folder}",
         run.setting,
-        gap,
-        num_elements,
+        Terms.concatenate(list(judged.values())),
+        run.num_elements,
+        ratios=StartRatios.concatenate(ratios),
         loss_mode=run.loss_mode,
         replays=replays_of(run),
-        steps=list(run.files),
+        steps=run.replayable,
         faults=faults,
         notes=on_files(notes),
         of_recipe=run.of_flowcorr,
@@ -106,58 +103,89 @@ def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> Report
 
 
 def replays_of(run: DumpedRun) -> list[Replay]:
-    """Presets on the dumped steps; none where the loss is not to be imported."""
-    if LOSS in run.left_out:
+    """Presets on the dumped steps; none where their loss is not to be imported."""
+    if not run.replayable:
         return []
     setting = run.setting
     if not run.of_flowcorr or MODES in run.left_out:  # what corrected it is not known, or cannot be replayed
         setting = replace(setting, correction=OFF)
-    parts = chunks(list(run.files.values()), run.levels, of_flowcorr=run.of_flowcorr)
-    return replay_presets(parts, setting)
+    return replay_presets(chunks(run), setting)
 
 
-def estimated_kl(gap: Terms, num_elements: int | None, *, densities: bool = True) -> tuple[Terms, list[str]]:
-    """The gap with each step's mean KL estimated from its log-ratios, and notes on the estimate.
-
-    For a gap of one size, `delta` is normal with mean `-r^2 / 2` and variance `r^2 / D`, and the KL is `r^2 / 2`: both
-    moments tell it, the variance more surely. The larger is taken. Where they disagree the gap is not of one size, and
-    the mean is taken, which is the KL of any two densities.
-
-    Args:
-        gap: with log-probs of both sides.
-        num_elements: `D`; None where it is not known.
-        densities: whether log-probs are densities; else they are in units of `2 s^2` nats.
-    """
-    log_ratio = delta(gap) if densities else delta(gap) / (2 * gap.std.double().square())
-    kl = torch.empty_like(log_ratio)
-    notes = ["exact KLs were not dumped (old_rollout_kl): estimated from the spread of the log-ratios"]
-    for index in gap.step_index.unique().tolist():
-        here = gap.step_index == index
-        values = log_ratio[here]
-        mean = float(values.mean())
-        of_spread = 0.0 if num_elements is None else num_elements * float(values.var(correction=0)) / 2
-        error = float(values.std(correction=0)) / math.sqrt(len(values)) + of_spread * math.sqrt(
-            2 / len(values)
-        )
-        disagree = num_elements is not None and abs(of_spread + mean) > _DISAGREEMENT * error
-        kl[here] = abs(mean) if disagree else max(-mean, of_spread)
-        if disagree and len(values) >= _FEWEST:
-            notes.append(
-                f"step {index}: delta log p has mean {mean:.1e}, and noise of its spread would have "
-                f"{-of_spread:.1e}: not rounding alone; compare sigmas, timesteps and num_elements of both stacks"
-            )
-    return replace(gap, old_rollout_kl=kl), notes
-
-
-def _exact(run: DumpedRun, step: int, dumped: DumpedTerms, gap: Terms) -> Terms:
-    """The gap with NaN where a term is not judged, and where an exact KL is not known."""
-    if dumped.bypass and dumped.current_log_probs is None:
+def _with_trainer(run: DumpedRun) -> dict[int, DumpedTerms]:
+    """The training steps that hold log-probs of the trainer."""
+    loaded = {step: run.load(step) for step in run.files}
+    terms = {step: one for step, one in loaded.items() if holds_trainer(one)}
+    if not terms:
         raise ConfigError(
-            f"{run.files[step]} holds the rollout's log-probs alone; dump the trainer's as well: old_log_probs where "
-            "it recomputes them, or current_log_probs"
+            f"{run.files[min(run.files)]} holds the rollout's log-probs alone; dump the trainer's as well: "
+            "old_log_probs where it recomputes them, or current_log_probs"
         )
+    return terms
+
+
+def _judged(gap: Terms) -> Terms:
+    """The gap with NaN where a term is not judged, and where an exact KL is not known."""
     target, kl = gap.old_log_prob, gap.old_rollout_kl
     kl = torch.full_like(target, torch.nan) if kl is None else kl
     if gap.keep is not None:
         target = torch.where(gap.keep, target, torch.nan)
     return replace(gap, old_log_prob=target, old_rollout_kl=kl.double(), keep=None)
+
+
+def _with_kls(run: DumpedRun, gaps: dict[int, Terms]) -> tuple[dict[int, Terms], list[str]]:
+    """The gaps of training steps, with estimates where exact KLs were not dumped; and notes on these.
+
+    Without `num_elements` the spread tells nothing, and a KL is the mean of `-delta`, or 0.
+    """
+    size = run.num_elements
+    exact = {step: gap.old_rollout_kl for step, gap in gaps.items() if gap.old_rollout_kl is not None}
+    lacking = {step: kl for step, kl in exact.items() if not kl.isfinite().all()}
+    if not lacking:
+        return gaps, []
+    where = "" if len(lacking) == len(gaps) else f" in {len(lacking)} of {len(gaps)} steps"
+    notes = [f"exact KLs were not dumped{where} (old_rollout_kl): estimated from the log-ratios"]
+    completed = dict(gaps)
+    by_index: dict[int, list[Tensor]] = {}
+    for step, known in lacking.items():
+        gap, kl = gaps[step], known.clone()
+        unit = 1.0 if run.setting.densities else 2 * gap.std.double().square()
+        log_ratio = delta(gap) / unit
+        for index in gap.step_index.unique().tolist():
+            here = gap.step_index == index
+            by_index.setdefault(index, []).append(log_ratio[here])
+            mean, square, count = _moments(log_ratio[here])
+            estimate = max(-mean, 0.0) if size is None else estimated_kl(mean, square, count, size)
+            kl[here & ~kl.isfinite()] = estimate
+        completed[step] = replace(gap, old_rollout_kl=kl)
+    for index, parts in sorted(by_index.items()):
+        values = torch.cat(parts)
+        if size is not None and moments_disagree(*_moments(values), size):
+            notes.append(
+                f"step {index}: delta log p has mean {values.mean():.1e}, and noise of its spread would have "
+                f"{-size * values.var() / 2:.1e}: not rounding alone; compare sigmas, timesteps and num_elements of "
+                "both stacks"
+            )
+    return completed, notes
+
+
+def _rounded(gap: Terms) -> list[str]:
+    """A line for each side whose log-probs were stored in a half precision that is coarser than the gap."""
+    typical, lines = float(delta(gap).abs().median()), []
+    for side, values in (("engine", gap.rollout_log_prob), ("trainer", gap.old_log_prob)):
+        dtype = stored_in(values)
+        if dtype is None:
+            continue
+        rounding = torch.finfo(dtype).eps * float(values.abs().median())
+        if rounding > 0 and typical <= rounding:
+            lines.append(
+                f"the log-probs of the {side} were stored in {str(dtype).removeprefix('torch.')}: its rounding of "
+                f"{rounding:.1e} reaches the typical |delta log p| of {typical:.1e}, so the gap may be smaller; dump "
+                "float32"
+            )
+    return lines
+
+
+def _moments(values: Tensor) -> tuple[float, float, int]:
+    """Mean, mean square and number of log-ratios."""
+    return float(values.mean()), float(values.square().mean()), len(values)

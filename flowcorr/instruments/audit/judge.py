@@ -10,18 +10,17 @@ from flowcorr.instruments.audit.advice import BASIS, Facts, advise, mode_of
 from flowcorr.instruments.audit.gap import joint_nats
 from flowcorr.instruments.audit.presets import Replay, preset_charts, preset_table
 from flowcorr.instruments.audit.tables import (
-    fraction,
     gap_chart,
     outliers,
     scale_table,
     step_table,
 )
-from flowcorr.instruments.clip_noise import clip_text, ratio_distance
-from flowcorr.instruments.faults import HIDING, delta
+from flowcorr.instruments.clip_noise import StartRatios, clip_text
+from flowcorr.instruments.dumped_loss import ratio_limit
+from flowcorr.instruments.faults import HIDING
 from flowcorr.instruments.finding import Charts, Fact, Finding, Report
 from flowcorr.instruments.setting import Setting
-from flowcorr.instruments.steps import UNBOUNDED
-from flowcorr.losses import clip_by_term, resolve_loss
+from flowcorr.losses import resolve_loss
 from flowcorr.records import Terms
 
 NO_ADVICE = Finding(
@@ -43,6 +42,7 @@ def report_of(
     gap: Terms,
     num_elements: int | None,
     *,
+    ratios: StartRatios | None = None,
     loss_mode: str = "",
     replays: Sequence[Replay] = (),
     steps: Sequence[int] = (),
@@ -58,9 +58,10 @@ def report_of(
 
     Args:
         title: what was audited.
-        setting: the run's.
+        setting: the run's, with which it goes on.
         gap: what was measured.
         num_elements: `D`, where known.
+        ratios: of the gap's terms, where the loss or its clip range differs by step; None for those of `setting`.
         loss_mode: the name of the loss, where another stands in for it.
         replays: presets on these terms.
         steps: the training steps that these are of.
@@ -72,12 +73,11 @@ def report_of(
         of_recipe: see `advise`.
         ages: of a dump, by training step the age of the weights that sampled, where it tells that.
     """
-    loss = resolve_loss(setting.actor)
-    limit = loss.ratio_limit(setting.actor)
-    limit = None if limit == UNBOUNDED else limit
-    distance = ratio_distance(delta(gap), gap.old_rollout_kl, gap.std, setting.actor)
-    by_step = step_table(gap, distance, limit, num_elements)
-    outside = None if limit is None else fraction(distance > clip_by_term(limit, gap.step_index))
+    loss, limit = resolve_loss(setting.actor), ratio_limit(setting.actor)
+    ratios = StartRatios.of(gap, setting.actor) if ratios is None else ratios
+    by_step, outside = step_table(gap, ratios, num_elements), ratios.outside()
+    now = StartRatios.of(gap, setting.actor).outside()
+    whose = "of their step" if limit is None or outside != now else f"of {clip_text(limit)}"
     samples, window = gap.old_log_prob.shape
     loss_mode = loss_mode or setting.actor.loss_mode
     size = "" if num_elements is None else f", D = {num_elements}"
@@ -95,8 +95,8 @@ def report_of(
             name="outside_clip",
             value=outside,
             text=""
-            if outside is None or limit is None
-            else f"terms outside the clip range of {clip_text(limit)} before any update: {outside:.1%}",
+            if outside is None
+            else f"terms outside the clip range {whose} before any update: {outside:.1%}",
         ),
     ]
     hidden = any(fault.cause in HIDING for fault in faults)
@@ -128,6 +128,7 @@ def report_of(
             recompute_share=recompute_share,
             older_weights=setting.staleness > 0 or any(fault.cause == "stale" for fault in faults),
             quantization=setting.quantization,
+            correction=setting.correction,
         )
         found += [
             Fact(

@@ -149,7 +149,7 @@ def examine_batches(
         setting,
         whole,
         num_elements,
-        replays=replay_presets([as_steps(whole, num_elements)], setting, passes=WARM_UP + 1),
+        replays=replay_presets([as_steps(whole, num_elements, setting)], setting, passes=WARM_UP + 1),
         facts=[*_of_cost(cost), *_of_staleness(setting, precision, stale)],
         notes=_on_unmeasured(whole, config),
         stale=stale,
@@ -173,7 +173,7 @@ def _on_unmeasured(gap: Terms, config: Config) -> list[Finding]:
     ]
 
 
-def as_steps(gap: Terms, num_elements: int) -> LoggedSteps:
+def as_steps(gap: Terms, num_elements: int, setting: Setting) -> LoggedSteps:
     """Measured terms as one training step on random advantages, whose current policy is the old one."""
     samples = len(gap.old_log_prob)
     draw = torch.Generator().manual_seed(0)
@@ -188,6 +188,7 @@ def as_steps(gap: Terms, num_elements: int) -> LoggedSteps:
     )
     return LoggedSteps(
         terms=terms,
+        setting=setting,
         group_ids=torch.arange(samples),
         bypass=False,
         sizes=(samples,),

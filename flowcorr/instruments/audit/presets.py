@@ -41,7 +41,7 @@ class Outcome:
     """The effect of a preset on the steps; "uncorrected" is the run's loss without weights and rejection.
 
     Attributes:
-        mean_weight, ess: of the weights that multiply the loss; None where none do.
+        mean_weight, ess: of the weights that multiply the loss, after batch normalisation; None where none do.
         rejected_terms, rejected_samples: shares; a sample counts if one of its terms is rejected.
         clipped: share of kept terms whose ratio lies outside the loss's range; None where it has none.
         loss: the policy loss, over all terms as `actor/loss` is; a KL to the reference is no part of it.
@@ -111,15 +111,15 @@ def replay_presets(parts: Iterable[LoggedSteps], setting: Setting, *, passes: in
     bands = [setting.bands() for _ in corrections]
     for steps in parts:
         uncorrected = replay(
-            steps, setting, RolloutCorrectionConfig.from_preset("bypass_ppo_clip") if steps.bypass else OFF
+            steps, RolloutCorrectionConfig.from_preset("bypass_ppo_clip") if steps.bypass else OFF
         )
         for correction, tally, measured in zip(corrections, tallies, bands, strict=True):
             resolved = _in_mode(correction, "bypass" if steps.bypass else "decoupled")
-            if reason := obstacle(steps, setting, resolved):
+            if reason := obstacle(steps, resolved):
                 tally.skip(steps, reason)
                 continue
             for _ in range(passes if _measures(resolved, measured) else 1):
-                found = replay(steps, setting, resolved, measured)
+                found = replay(steps, resolved, measured)
             tally.add(steps, found, uncorrected)
     replays = [_finished(setting, *found) for found in zip(corrections, tallies, strict=True)]
     return sorted(replays, key=_distance)
@@ -300,22 +300,21 @@ class _Tally:
             "changed_terms": int((ours.sign() != theirs.sign()).sum()),
             "loss": replayed.loss_sum,
             "count": replayed.count,
+            **replayed.weights,
         }
         self.sums = {name: self.sums.get(name, 0.0) + value for name, value in sums.items()}
 
     def outcome(self, *, weighted: bool) -> Outcome:
         values, sums = self.metrics.compute(), self.sums
+        weights, squares = sums.get("weights", 0.0), sums.get("squared_weights", 0.0)
         products = torch.cat(self.products)
         dots, ours, theirs = products.unbind(1)
         found = theirs > 0
         cosines = torch.where(ours > 0, dots / (ours * theirs).sqrt(), 0.0).clamp(-1, 1)
 
-        def weight(name: str) -> float | None:
-            return values.get(f"rollout_corr/rollout_is_{name}") if weighted else None
-
         return Outcome(
-            mean_weight=weight("mean"),
-            ess=weight("eff_sample_size"),
+            mean_weight=weights / sums["weighted_terms"] if weighted else None,
+            ess=weights**2 / (sums["weighted_terms"] * squares) if weighted and squares else None,
             rejected_terms=sums["rejected_terms"] / sums["terms"],
             rejected_samples=sums["rejected_samples"] / sums["samples"],
             clipped=values.get("actor/pg_clipfrac"),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from flowcorr import dumps
 from flowcorr.algorithm import MeasuredBands
 from flowcorr.algorithm.apply import sees_windows
 from flowcorr.config.rules import check_loss
@@ -17,8 +15,9 @@ from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.dumps import DumpedTerms
 from flowcorr.errors import ConfigError
 from flowcorr.instruments.audit.corrected import Corrected, corrected
+from flowcorr.instruments.dumped_loss import hides_limit, without_clipped_shares
 from flowcorr.instruments.setting import Setting
-from flowcorr.instruments.steps import UNBOUNDED, completed, gap_terms
+from flowcorr.instruments.steps import DumpedRun, completed, gap_terms
 from flowcorr.losses import loss_of
 from flowcorr.metrics import Metrics
 from flowcorr.records import Terms
@@ -38,9 +37,11 @@ class LoggedSteps:
         sizes: samples of each step.
         owners: `[S]`, which of the steps a sample belongs to.
         before_update: `[S, T]` bool, terms that were scored before their step's first update; None where unknown.
+        setting: their loss and schedule.
     """
 
     terms: Terms
+    setting: Setting
     group_ids: Tensor
     bypass: bool
     sizes: tuple[int, ...]
@@ -68,39 +69,52 @@ class Replayed:
         coefficients: `[S, T]` float64, `d loss / d log_prob` of each step's mean loss.
         corrected: the terms after the correction.
         metrics: `rollout_corr/*` and `actor/*`, as in training.
+        weights: number, sum and sum of squares of the weights that multiply the loss; empty without any.
         loss_sum, count: of the loss, over all steps.
     """
 
     coefficients: Tensor
     corrected: Corrected
     metrics: Metrics
+    weights: Mapping[str, float]
     loss_sum: float
     count: float
 
 
-def chunks(
-    paths: Sequence[Path], levels: Tensor | None = None, *, of_flowcorr: bool = False
-) -> Iterator[LoggedSteps]:
-    """Dumped steps in order, as many in one mode at a time as make about `CHUNK_TERMS` terms; see `stack`."""
+def chunks(run: DumpedRun) -> Iterator[LoggedSteps]:
+    """Dumped steps in order, as many of one kind at a time as make about `CHUNK_TERMS` terms; see `stack`.
+
+    Steps whose loss is code of the run's own that was not imported are left out.
+    """
     parts: list[DumpedTerms] = []
-    for path in paths:
-        part = dumps.load(path)
+    setting: Setting | None = None
+    for step in run.replayable:
+        part = run.load(step)
         full = sum(earlier.old_log_probs.numel() for earlier in parts) >= CHUNK_TERMS
-        if parts and (full or _kind(part) != _kind(parts[0])):
-            yield stack(parts, levels, of_flowcorr=of_flowcorr)
+        alike = not parts or (_kind(part), run.settings[step]) == (_kind(parts[0]), setting)
+        if parts and (full or not alike):
+            assert setting is not None, "there is a step"
+            yield stack(parts, setting, run.levels, of_flowcorr=run.of_flowcorr)
             parts = []
         parts.append(part)
+        setting = run.settings[step]
     if parts:
-        yield stack(parts, levels, of_flowcorr=of_flowcorr)
+        assert setting is not None, "there is a step"
+        yield stack(parts, setting, run.levels, of_flowcorr=run.of_flowcorr)
 
 
 def stack(
-    parts: Sequence[DumpedTerms], levels: Tensor | None = None, *, of_flowcorr: bool = False
+    parts: Sequence[DumpedTerms],
+    setting: Setting,
+    levels: Tensor | None = None,
+    *,
+    of_flowcorr: bool = False,
 ) -> LoggedSteps:
-    """Steps of one mode, with the same optional tensors.
+    """Steps of one mode and loss, with the same optional tensors.
 
     Args:
         parts: of the steps.
+        setting: their loss and schedule.
         levels: `noise_levels` of the run, where they have to stand for step indices.
         of_flowcorr: whether flowcorr trained them. In its own bypass mode the correction judged every term as the loss
             used it, also those scored after an update. Of another trainer's steps those tell nothing, see `gap_terms`.
@@ -112,6 +126,7 @@ def stack(
     groups = groups.unique(return_inverse=True)[1]  # ids of any size, counted from 0 on
     return LoggedSteps(
         terms=completed(joined, levels) if of_flowcorr else gap_terms(joined, levels),
+        setting=setting,
         group_ids=groups + len(groups) * owners,
         bypass=joined.bypass,
         sizes=sizes,
@@ -120,25 +135,26 @@ def stack(
     )
 
 
-def _kind(terms: DumpedTerms) -> tuple[bool, int | None, frozenset[str]]:
-    return terms.bypass, terms.num_elements, frozenset(terms.tensors())
+def _kind(terms: DumpedTerms) -> tuple[bool, frozenset[str]]:
+    return terms.bypass, frozenset(terms.tensors())
 
 
-def obstacle(steps: LoggedSteps, setting: Setting, correction: RolloutCorrectionConfig) -> str:
+def obstacle(steps: LoggedSteps, correction: RolloutCorrectionConfig) -> str:
     """Why these steps cannot be replayed under a correction; empty if they can."""
     if steps.bypass and correction.mode == "decoupled":
         return "in bypass mode, old log-probs are the rollout's; dump a run with bypass_mode=false"
+    actor = steps.setting.actor
     try:
-        check_loss(setting.actor, correction)
+        check_loss(actor, correction)
     except ConfigError as error:
         return str(error)
     clips = correction.mode == "bypass" and correction.loss_type == "ppo_clip"
-    if setting.actor.clip_ratio == UNBOUNDED and clips and not steps.bypass:
-        return "it clips the ratio to the rollout policy, and clip_ratio was not dumped"
+    if hides_limit(actor) and clips and not steps.bypass:
+        return "it clips the ratio to the rollout policy, and the clip range was not dumped"
     if steps.terms.num_elements is None and _needs_size(correction):
         return "it needs num_elements, which was not dumped"
     of_correction, of_loss = _kls(steps.terms, correction)
-    reads_kl = loss_of(setting.actor, correction).needs_kl
+    reads_kl = loss_of(actor, correction).needs_kl
     if (correction.needs_means and of_correction is None) or (reads_kl and of_loss is None):
         return "it needs exact KLs between policies whose step means the run did not compute"
     return ""
@@ -150,20 +166,16 @@ def _needs_size(correction: RolloutCorrectionConfig) -> bool:
 
 
 def replay(
-    steps: LoggedSteps,
-    setting: Setting,
-    correction: RolloutCorrectionConfig,
-    bands: MeasuredBands | None = None,
+    steps: LoggedSteps, correction: RolloutCorrectionConfig, bands: MeasuredBands | None = None
 ) -> Replayed:
     """Correct the steps and differentiate their loss, without a KL to the reference.
 
     Args:
         steps: of a run.
-        setting: the run's.
         correction: what is tried.
         bands: of the steps before, for `auto` thresholds in bypass mode; they learn from these steps. None for none.
     """
-    log_prob = steps.terms.log_prob.clone().requires_grad_()
+    setting, log_prob = steps.setting, steps.terms.log_prob.clone().requires_grad_()
     terms = replace(steps.terms, log_prob=log_prob)
     if correction.mode == "bypass":
         terms = replace(terms, old_log_prob=terms.rollout_log_prob, old_kl=terms.rollout_kl)
@@ -188,10 +200,27 @@ def replay(
     return Replayed(
         coefficients=log_prob.grad.double() / counts[steps.owners].unsqueeze(1),
         corrected=after,
-        metrics=after.metrics.merge(loss.metrics),
+        metrics=after.metrics.merge(
+            without_clipped_shares(loss.metrics) if hides_limit(setting.actor) else loss.metrics
+        ),
+        weights=_weights(after, steps.terms, correction),
         loss_sum=float(loss.loss_sum.detach()),
         count=float(loss.count_all if over_all else loss.count_kept),
     )
+
+
+def _weights(after: Corrected, terms: Terms, correction: RolloutCorrectionConfig) -> dict[str, float]:
+    """The weights of the terms whose drift is finite; rejection changes none."""
+    if after.terms.weight is None:
+        return {}
+    target = terms.log_prob if correction.mode == "bypass" else terms.old_log_prob
+    valid = after.judged & (target - terms.rollout_log_prob).isfinite()
+    weight = after.terms.weight.view(valid.shape).double()[valid]
+    return {
+        "weighted_terms": len(weight),
+        "weights": float(weight.sum()),
+        "squared_weights": float(weight.square().sum()),
+    }
 
 
 def _kls(terms: Terms, correction: RolloutCorrectionConfig) -> tuple[Tensor | None, Tensor | None]:

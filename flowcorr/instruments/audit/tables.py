@@ -16,7 +16,7 @@ from flowcorr.correction.exponents import bounded
 from flowcorr.correction.modes import OUTLIER_Z
 from flowcorr.correction.robust import outlier_band
 from flowcorr.instruments.audit.advice import clip_needed, limit_at
-from flowcorr.instruments.clip_noise import QUANTILES
+from flowcorr.instruments.clip_noise import QUANTILES, StartRatios
 from flowcorr.instruments.drawing import INK, LIMIT, PALETTE, Chart, label_lines, style_axis
 from flowcorr.instruments.faults import delta
 from flowcorr.instruments.finding import Column, Table
@@ -27,15 +27,12 @@ _MAX_NAMES = 20  # of steps below a chart
 _ABS_DELTA = tuple(f"abs_delta_{100 * level:.0f}" for level in QUANTILES)
 
 
-def step_table(
-    gap: Terms, distance: Tensor, limit: float | Sequence[float] | None, num_elements: int | None
-) -> Table:
+def step_table(gap: Terms, ratios: StartRatios, num_elements: int | None) -> Table:
     """The gap at each step of the schedule.
 
     Args:
         gap: what was measured.
-        distance: `[B, T]`, `|ratio - 1|` as the loss has it.
-        limit: how far the loss lets a ratio be from 1, a number or one by step index; None where it bounds none.
+        ratios: of its terms, before any update.
         num_elements: `D`; None where it is not known.
     """
     log_ratio, kl, sigmas, rows = delta(gap), gap.old_rollout_kl, gap.sigma, []
@@ -44,7 +41,6 @@ def step_table(
     for index in gap.step_index.unique().tolist():
         here = gap.step_index == index
         sigma = float(sigmas[here][0])
-        limit_here = None if limit is None else limit_at(limit, index)
         rows.append(
             (
                 index,
@@ -53,8 +49,8 @@ def step_table(
                 float(log_ratio[here].mean()),
                 *torch.quantile(log_ratio[here].abs(), log_ratio.new_tensor(QUANTILES)).tolist(),
                 float(kl[here].mean()),
-                None if limit_here is None else fraction(distance[here] > limit_here),
-                clip_needed(distance[here]),
+                ratios.outside(here),
+                clip_needed(ratios.distance[here]),
             )
         )
     size = "{:.1e}".format

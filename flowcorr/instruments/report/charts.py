@@ -28,7 +28,6 @@ from flowcorr.instruments.report.bands import band_charts
 from flowcorr.instruments.report.heat_maps import ROUNDING, heat_maps
 from flowcorr.instruments.report.runs import Group
 from flowcorr.instruments.report.terms import Spread, reach, read_spread, shares
-from flowcorr.instruments.steps import UNBOUNDED
 from flowcorr.instruments.thinning import MAX_POINTS, rows_text, spread_out, steps_a_point, stride_text
 from flowcorr.trainer.timing import PHASES
 
@@ -276,7 +275,8 @@ def _histograms(groups: Sequence[Group]) -> Charts:
     for index, (group, colour) in enumerate(zip(groups, colours(groups), strict=True)):
         spread = read_spread(group)
         if spread is not None:
-            charts.append(_ratio_chart(group, spread, index, colour))
+            if spread.num_updates:
+                charts.append(_ratio_chart(group, spread, index, colour))
             if spread.mismatch:
                 charts.append(_mismatch_chart(group, spread, index, colour))
     return Charts(
@@ -294,8 +294,8 @@ def _ratio_chart(group: Group, spread: Spread, index: int, colour: str) -> Chart
     )
     what = "current less rollout" if spread.num_bypass == spread.num_steps else "current less old log-prob"
     texts = [
-        f"{unit}: {what}, {len(spread.ratios)} terms of {spread.num_steps} training steps",
-        _clip_text(group, spread, view),
+        f"{unit}: {what}, {len(spread.ratios)} terms of {spread.num_updates} training steps",
+        _clip_text(spread, view),
         _still_text(spread),
         _beyond(moved, view),
     ]
@@ -313,11 +313,9 @@ def _ratio_chart(group: Group, spread: Spread, index: int, colour: str) -> Chart
     )
 
 
-def _clip_text(group: Group, spread: Spread, view: float) -> str:
-    if group.setting.actor.clip_ratio == UNBOUNDED:
-        return "the clip range is not known"
+def _clip_text(spread: Spread, view: float) -> str:
     if spread.limits is None:
-        return "this loss has no clip range"
+        return "the clip range is not known" if spread.hides_limits else "this loss has no clip range"
     low, high = spread.limits
     above, below = (_share(where) for where in (spread.ratios > high, spread.ratios < low))
     place = "dashed" if min(abs(low), abs(high)) <= view else "outside this plot"

@@ -100,7 +100,8 @@ def _verdict(learned: Sequence[Finding], found: Sequence[Finding]) -> str:
 
 
 def _findings(run: Run, group: Group) -> Iterator[Finding]:
-    found = [*run.faults, *beside(run.faults, examine_run(run.records, group.units, places_of(run.folder)))]
+    broken = examine_run(run.records, group.units, places_of(run.folder), run.units)
+    found = [*run.faults, *beside(run.faults, broken)]
     if run.ending:
         found.insert(0, _ending(run))
     elif not any(map(is_step, run.records)):
@@ -151,7 +152,7 @@ def _summary(groups: Sequence[Group]) -> Table:
         rows=[
             (
                 f"{mark} {group.label}" if mark and mark != group.label else group.label,
-                group.setting.correction.label,
+                group.runs[0].correction,
                 _range(sorted({run.last_step for run in group.runs})),
                 *(_change(group, name) for name in headlines),
             )

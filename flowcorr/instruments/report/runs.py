@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
-
 from flowcorr import dumps
 from flowcorr.config import Config, dotted
 from flowcorr.errors import ConfigError
+from flowcorr.instruments.dumped_loss import UNBOUNDED
 from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.limits import Units
 from flowcorr.instruments.plots import BandPoint
 from flowcorr.instruments.rules import NUM_ELEMENTS, logged_num_elements, units_of, units_of_setting
 from flowcorr.instruments.setting import Setting
 from flowcorr.instruments.step_files import survey
-from flowcorr.instruments.steps import UNBOUNDED, diagnosed, is_run, read_dumped
+from flowcorr.instruments.steps import DumpedRun, diagnosed, is_run, of_own_run, read_dumped
 from flowcorr.instruments.steps import records as dumped_records
 from flowcorr.instruments.thinning import spread_out
 from flowcorr.private import redact, redact_text, secrets_of
@@ -50,8 +49,8 @@ class Run:
         ending: how it ended if not at its last step, in words; else, or where nothing is known, empty.
         name: the end of `folder` that tells it from the other runs.
         started: the day on which it began, `YYYY-MM-DD`; empty where that is not known.
-        dumped: files of dumped steps, at most `MAX_STEPS` from the first to the last of them.
-        num_terms: SDE steps of a training step, of another trainer's run.
+        dumped: dumped steps, at most `MAX_STEPS` from the first to the last of them; None without any.
+        units: of another trainer's run, the units in which each training step is judged.
         faults: of the log-probs that it dumped.
         notes: what was left out; of another trainer's dump, what it lacks and what that would give.
     """
@@ -64,10 +63,16 @@ class Run:
     ending: str
     name: str
     started: str = ""
-    dumped: Sequence[Path] = ()
-    num_terms: int = 1
+    dumped: DumpedRun | None = None
+    units: Mapping[int, Units] = field(default_factory=dict)
     faults: Sequence[Finding] = ()
     notes: Sequence[str] = ()
+
+    @property
+    def correction(self) -> str:
+        """Its correction, or the modes that its steps took in turn."""
+        labels = [self.setting] if self.dumped is None or self.config else self.dumped.settings.values()
+        return _in_turn(setting.correction.label for setting in labels)
 
     @property
     def failed(self) -> bool:
@@ -106,10 +111,8 @@ class Group:
     @property
     def units(self) -> Units:
         """The units in which its runs are judged."""
-        run, size = self.runs[0], self.num_elements
-        if run.config is not None:
-            return units_of(run.config, size)
-        return units_of_setting(run.setting, size, num_terms=run.num_terms)
+        run = self.runs[0]
+        return run.units[max(run.units)] if run.config is None else units_of(run.config, self.num_elements)
 
     def band(self, metric: str) -> list[BandPoint]:
         """Mean, smallest and largest value over the runs that logged a step."""
@@ -153,9 +156,7 @@ def read_run(folder: Path, *, allow_imports: Collection[str] = ()) -> Run:
     for note in notes:
         warnings.warn(note, UserWarning, stacklevel=2)
     settings = {key: _text(value) for key, value in dotted(redact(found.values)).items()}
-    paths = {step: file.path for step, file in files.items()}
-    width = next((file.window for file in files.values()), 0)
-    faults = diagnosed(paths, scored=torch.ones(width, dtype=torch.bool))
+    dumped = of_own_run(folder, found, files, notes) if files else None
     events = _events(folder)
     return Run(
         folder=folder,
@@ -166,9 +167,11 @@ def read_run(folder: Path, *, allow_imports: Collection[str] = ()) -> Run:
         ending=redact_text(_ending(events), secrets_of(found.values)),
         started=next((str(event.get("time", ""))[:10] for event in events), ""),
         name=_readable(os.path.basename(os.path.realpath(folder))),
-        dumped=list(paths.values()),
+        dumped=dumped,
         faults=[
-            fault for fault in faults if fault.cause != "stale" or not found.config.rollout.max_weight_age
+            fault
+            for fault in (diagnosed(dumped) if dumped else [])
+            if fault.cause != "stale" or not found.config.rollout.max_weight_age
         ],
         notes=[*notes, *run_config.notes(found.left_out)],
     )
@@ -176,18 +179,28 @@ def read_run(folder: Path, *, allow_imports: Collection[str] = ()) -> Run:
 
 def _read_dump(folder: Path, allow_imports: Collection[str]) -> Run:
     dumped = read_dumped(folder, allow_imports=allow_imports)
-    known = {"actor.loss_mode": dumped.loss_mode, "actor.clip_ratio": dumped.setting.actor.clip_ratio}
+    actors = [setting.actor for setting in dumped.settings.values()]
+    known = {
+        "actor.loss_mode": dumped.loss_mode,
+        "actor.clip_ratio": _in_turn(
+            _text(actor.clip_ratio) for actor in actors if actor.clip_ratio != UNBOUNDED
+        ),
+    }
+    shown = spread_out(list(dumped.files), MAX_STEPS)
     return Run(
         folder=folder,
         setting=dumped.setting,
         config=dumped.config,
-        settings={key: _text(value) for key, value in known.items() if value != UNBOUNDED},
+        settings={key: value for key, value in known.items() if value},
         records=dumped_records(dumped),
         ending="",
         name=_readable(os.path.basename(os.path.realpath(folder))),
-        dumped=spread_out(list(dumped.files.values()), MAX_STEPS),
-        num_terms=dumps.load(next(iter(dumped.files.values()))).rollout_log_probs.numel(),
-        faults=diagnosed(dumped.files, dumped.levels, dumped.scored),
+        dumped=replace(dumped, files={step: dumped.files[step] for step in shown}),
+        units={
+            step: units_of_setting(setting, dumped.num_elements, num_terms=dumped.num_terms[step])
+            for step, setting in dumped.settings.items()
+        },
+        faults=diagnosed(dumped),
         notes=dumped.notes,
     )
 
@@ -263,6 +276,11 @@ def _ending(events: Sequence[Mapping[str, Any]]) -> str:
 def _shortened(error: object) -> str:
     text = str(error)
     return text if len(text) <= _MAX_ERROR else f"{text[:_MAX_ERROR]}..."
+
+
+def _in_turn(texts: Iterable[str]) -> str:
+    """Different texts in the order in which they come; one that comes again is not repeated."""
+    return ", then ".join(dict.fromkeys(texts))
 
 
 def _text(value: object) -> str:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flowcorr import dumps
-from flowcorr.config.schema import ActorConfig
+from flowcorr.instruments.dumped_loss import hides_limit, ratio_limit
 from flowcorr.instruments.report.runs import Group
-from flowcorr.instruments.step_files import noise_levels, trained_log_probs
-from flowcorr.instruments.steps import UNBOUNDED, gap_terms
+from flowcorr.instruments.setting import Setting
+from flowcorr.instruments.step_files import holds_trainer, trained_log_probs
+from flowcorr.instruments.steps import gap_terms
 from flowcorr.losses import Loss, clip_by_term, loss_of, pool_log_ratio
 from flowcorr.records import Terms
 
@@ -27,19 +27,24 @@ class Spread:
     Attributes:
         num_steps: training steps that were read.
         num_bypass: how many of them were in bypass mode.
-        ratios: `[N]`, log-ratios as the loss exponentiates them; where its clip range differs by step, `ratio - 1` in
-            clip ranges.
-        limits: what the loss clips them to, infinite where it does not; None where it clips nothing.
+        num_updates: how many of them hold log-probs of the current policy.
+        ratios: `[N]` of these, log-ratios as the loss exponentiates them; where its clip range differs by step,
+            `ratio - 1` in clip ranges, of the steps whose range is known.
+        limits: what the loss clips them to, infinite where it does not; None where that is not known, or it clips
+            nothing.
         in_ranges: whether `ratios` are in clip ranges.
+        hides_limits: whether that is not known of any step.
         mismatch: by step index, `[n]` each: old less rollout log-probs, in bypass mode current less rollout. A step
             that nobody trained is left out.
     """
 
     num_steps: int
     num_bypass: int
+    num_updates: int
     ratios: Tensor
     limits: tuple[float, float] | None
     in_ranges: bool
+    hides_limits: bool
     mismatch: Mapping[int, Tensor]
 
 
@@ -49,26 +54,37 @@ def read_spread(group: Group) -> Spread | None:
     Raises:
         ConfigError: a file has been damaged since the run was read.
     """
-    paths = [path for run in group.runs for path in run.dumped]
-    levels = noise_levels(paths)
-    loaded = [dumps.load(path) for path in paths]
-    if not loaded:
+    runs = [run.dumped for run in group.runs if run.dumped is not None]
+    if not runs:
         return None
-    steps = [gap_terms(dumped, levels) for dumped in loaded]
-    loss = loss_of(group.setting.actor, group.setting.correction)
     mismatch: dict[int, list[Tensor]] = {}
-    for dumped, terms in zip(loaded, steps, strict=True):
-        delta = trained_log_probs(dumped) - terms.rollout_log_prob
-        if terms.keep is not None:
-            delta = delta.where(terms.keep, torch.nan)
-        for index in terms.step_index.unique().tolist():
-            mismatch.setdefault(index, []).append(delta[terms.step_index == index])
+    updates: list[tuple[Terms, Setting]] = []
+    num_steps = num_bypass = 0
+    for run in runs:
+        for step in run.files:
+            dumped = run.load(step)
+            terms = gap_terms(dumped, run.levels)
+            num_steps, num_bypass = num_steps + 1, num_bypass + dumped.bypass
+            if dumped.current_log_probs is not None:
+                updates.append((terms, run.settings[step]))
+            if not holds_trainer(dumped):
+                continue
+            delta = trained_log_probs(dumped) - terms.rollout_log_prob
+            if terms.keep is not None:
+                delta = delta.where(terms.keep, torch.nan)
+            for index in terms.step_index.unique().tolist():
+                mismatch.setdefault(index, []).append(delta[terms.step_index == index])
+    limits = {_limits(setting) for _, setting in updates}
+    in_ranges = len(limits) > 1 or any(isinstance(_limit(setting), Sequence) for _, setting in updates)
+    ratios = [_ratios(terms, setting, in_ranges=in_ranges) for terms, setting in updates]
     return Spread(
-        num_steps=len(steps),
-        num_bypass=sum(dumped.bypass for dumped in loaded),
-        ratios=_finite([_ratios(terms, group.setting.actor, loss) for terms in steps]),
-        limits=_limits(group.setting.actor, loss),
-        in_ranges=isinstance(loss.ratio_limit(group.setting.actor), Sequence),
+        num_steps=num_steps,
+        num_bypass=num_bypass,
+        num_updates=len(updates),
+        ratios=_finite(ratios) if ratios else torch.empty(0),
+        limits=(-1.0, 1.0) if in_ranges else next(iter(limits), None),
+        in_ranges=in_ranges,
+        hides_limits=any(hides_limit(setting.actor, _loss(setting)) for _, setting in updates),
         mismatch={index: known for index, parts in sorted(mismatch.items()) if len(known := _finite(parts))},
     )
 
@@ -88,21 +104,33 @@ def reach(values: Tensor, limits: tuple[float, float] | None = None) -> float:
     return 1.1 * max([most, *near]) or 1e-6
 
 
-def _ratios(terms: Terms, actor: ActorConfig, loss: Loss) -> Tensor:
+def _ratios(terms: Terms, setting: Setting, *, in_ranges: bool) -> Tensor:
+    loss = _loss(setting)
     log_ratio = loss.log_ratio(terms.log_prob - terms.old_log_prob, terms.old_kl, terms.std)
-    log_ratio = pool_log_ratio(log_ratio, log_ratio.isfinite(), actor.ratio_level)
-    limit = loss.ratio_limit(actor)
-    if isinstance(limit, Sequence):
-        return log_ratio.expm1() / clip_by_term(limit, terms.step_index)
-    return log_ratio
+    log_ratio = pool_log_ratio(log_ratio, log_ratio.isfinite(), setting.actor.ratio_level)
+    if not in_ranges:
+        return log_ratio
+    limit = _limit(setting)
+    if limit is None:
+        return log_ratio[:0]
+    return log_ratio.expm1() / clip_by_term(limit, terms.step_index)
 
 
-def _limits(actor: ActorConfig, loss: Loss) -> tuple[float, float] | None:
-    limit = loss.ratio_limit(actor)
-    if loss.limit is None or limit is None or limit == UNBOUNDED:
+def _loss(setting: Setting) -> Loss:
+    return loss_of(setting.actor, setting.correction)
+
+
+def _limit(setting: Setting) -> float | Sequence[float] | None:
+    """How far the loss of the update lets a ratio be from 1; None where that is not known, or nothing bounds it."""
+    return ratio_limit(setting.actor, _loss(setting))
+
+
+def _limits(setting: Setting) -> tuple[float, float] | None:
+    """The log-ratios that the loss clips to; None as in `_limit`, and for a range by step of the schedule."""
+    limit, loss = _limit(setting), _loss(setting)
+    if limit is None or isinstance(limit, Sequence):
         return None
-    if isinstance(limit, Sequence):
-        return -1.0, 1.0
+    assert loss.limit is not None, "it has a limit"
     low = math.log1p(-limit) if limit < 1 and not loss.limit.is_cap else -math.inf
     return low, math.log1p(limit)
 

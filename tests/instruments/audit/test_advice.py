@@ -262,3 +262,49 @@ def test_another_trainers_owner_gets_words_in_place_of_keys():
     found, *others = rules.advise(replace(FACTS, clip_by_step=WIDE), of_recipe=False)
     assert not any(one.keys for one in (found, *others))
     assert found.remedy == rules.WORDS[False, "decoupled"]
+
+
+IN_TURN = {
+    "negligible": {"joint_nats": 1e-4},
+    "bypass": {},
+    "decoupled": {"clip_by_step": WIDE},
+    "outliers in bypass": {"outliers": 0.01},
+    "outliers": {"clip_by_step": WIDE, "outliers": 0.01},
+    "staleness": {"stale_nats": 0.04},
+    "a quantized trainer": {"quantization": "nf4"},
+    "windows": {"ratio_level": "trajectory_mean"},
+}
+
+
+@pytest.mark.parametrize("name", IN_TURN)
+def test_a_run_that_does_as_advised_is_told_to_change_nothing(name):
+    facts = replace(FACTS, **IN_TURN[name])
+    first = advise(facts)
+    again = advise(replace(facts, correction=correction_of(first)))
+    assert (again.yaml, again.kind, again.mode) == ("", first.kind, first.mode)
+    assert "change nothing" in again.verdict
+    others = [
+        RolloutCorrectionConfig.from_preset(preset) for preset in ("decoupled_token_is", "bypass_pg_geo_rs")
+    ]
+    for correction in [None, *others]:
+        assert advise(replace(facts, correction=correction)) == first
+
+
+def test_a_trainer_in_the_advised_mode_is_told_to_change_nothing():
+    for clips, mode in ((FACTS.clip_by_step, "bypass"), (WIDE, "decoupled")):
+        facts = replace(FACTS, clip_by_step=clips)
+        for bypass in (False, True):
+            running = replace(facts, correction=RolloutCorrectionConfig(bypass_mode=bypass))
+            first = rules.advise(running, of_recipe=False)[0]
+            done = ("bypass" if bypass else "decoupled") == mode
+            assert ("change nothing" in first.sentence, first.remedy) == (
+                done,
+                "" if done else rules.WORDS[False, mode],
+            )
+
+
+def test_a_gap_to_close_at_its_source_is_no_reason_to_change_nothing():
+    facts = replace(FACTS, joint_nats=LARGEST_DISTANCE**2 * D * 2, clip_by_step=WIDE)
+    again = advise(replace(facts, correction=correction_of(advise(facts))))
+    assert (again.kind, again.yaml) == ("repair", "")
+    assert "change nothing" not in again.verdict

@@ -255,3 +255,15 @@ def test_a_run_without_terms_before_an_update_is_refused(before, tmp_path):
     draw_steps(tmp_path, without=("old_log_probs",), before_update=late)
     with pytest.raises(ConfigError, match="none was scored before the first update in all of its steps"):
         audit_folder(tmp_path)
+
+
+@pytest.mark.parametrize(("r", "sides"), [(0.02, ["engine", "trainer"]), (3.0, [])])
+def test_a_rounding_that_hides_the_gap_is_told(r, sides, tmp_path):
+    """Log-probs near 1 have steps of .008 in bfloat16."""
+    draw = torch.Generator().manual_seed(5)
+    rollout, noise = (torch.randn(96, 2, generator=draw, dtype=torch.float64) for _ in range(2))
+    trainer = 1 + rollout / 100 - r**2 / 2 + r / D**0.5 * noise
+    stored = {"rollout_log_probs": (1 + rollout / 100).bfloat16(), "old_log_probs": trainer.bfloat16()}
+    flowcorr.dump(tmp_path, 1, **stored, advantages=torch.zeros(96), num_elements=D)
+    lines = [line for line in notes_of(audit_folder(tmp_path)) if "stored in bfloat16" in line]
+    assert [line.split("log-probs of the ")[1].split()[0] for line in lines] == sides

@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+import torch
 from instruments.dumped_runs import CORRECTION, D, terms_of, write_run
 from instruments.html_pages import drawn
 
@@ -99,7 +100,7 @@ def test_numbers_are_those_of_the_run(name, tmp_path):
             "loss": metrics["actor/loss"],
             "clipped": metrics.get("actor/pg_clipfrac"),
             "rejected_terms": metrics[f"{prefix}/rollout_rs_masked_fraction"],
-            "mean_weight": metrics.get(f"{prefix}/rollout_is_mean"),
+            "mean_weight": 1.0 if name == "normalized" else metrics.get(f"{prefix}/rollout_is_mean"),
             "ess": metrics.get(f"{prefix}/rollout_is_eff_sample_size"),
         }
         if name != "bypass":  # whose samples are single terms
@@ -195,6 +196,22 @@ def test_pooled_numbers_are_over_all_steps(tmp_path):
             assert found.outcome.mean_weight == pytest.approx((one.mean_weight + other.mean_weight) / 2)
 
 
+def test_weights_are_those_that_multiply_the_loss(tmp_path):
+    """After normalisation, which scales each training step by its own mean weight."""
+    own = (f"{CORRECTION}.preset=decoupled_token_is", f"{CORRECTION}.rollout_is_batch_normalize=true")
+    parts = [terms_of(8, seed=1, shift=300.0), terms_of(16, seed=2, shift=30.0)]
+    found = by_label(replay_run(write_run(tmp_path / "run", parts, *own)))
+    raw = [(one.old_log_probs - one.rollout_log_probs).exp().clamp(max=2) for one in parts]
+    for name, weights in (
+        ("decoupled_token_is", raw),
+        (THIS_RUN, [one / one.mean() for one in raw]),
+    ):
+        every = torch.cat([one.flatten() for one in weights])
+        assert found[name].outcome.mean_weight == pytest.approx(float(every.mean()), rel=1e-6)
+        ess = float(every.sum() ** 2 / every.square().sum() / len(every))
+        assert found[name].outcome.ess == pytest.approx(ess, rel=1e-6)
+
+
 def test_every_preset_has_a_row(tmp_path):
     run_dir = write_run(tmp_path / "run", [terms_of()], f"{CORRECTION}.preset=decoupled_seq_is")
     found = replay_run(run_dir)
@@ -209,7 +226,9 @@ def test_the_runs_own_scale_is_tried(tmp_path):
     scaled = by_label(replay_run(write_run(tmp_path / "run", [terms_of()], *own)))
     delta = (terms_of().old_log_probs - terms_of().rollout_log_probs).sum(1)
     expected = (D * delta).exp().clamp(max=2).mean().item()
-    assert scaled[f"{THIS_RUN}, sum"].outcome.mean_weight == pytest.approx(expected, rel=1e-9)
+    assert scaled[f"{THIS_RUN}, sum"].outcome.mean_weight == pytest.approx(
+        expected, rel=1e-6
+    )  # float32, as applied
 
 
 # What cannot be replayed -----------------------------------------------------------------------------------------

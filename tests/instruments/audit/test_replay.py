@@ -34,7 +34,7 @@ def test_coefficients_are_the_gradient_of_the_mean_loss(preset, denominator):
     terms = terms_of()
     settings_of_run = Setting.of(config.load("tiny_jpeg_lora"))
     correction = RolloutCorrectionConfig.from_preset(preset, rollout_rs_denominator=denominator)
-    found = replay(stack([terms]), settings_of_run, correction)
+    found = replay(stack([terms], settings_of_run), correction)
     log_prob = terms.current_log_probs.clone().requires_grad_()
     expected = weights_of(terms, terms.old_log_probs, preset)
     loss = flow_grpo(
@@ -63,7 +63,7 @@ def test_coefficients_of_a_decoupled_term_by_hand():
         advantages=torch.tensor([1.0, -1.0, -2.0, 3.0], dtype=torch.float64),
     )
     settings_of_run = Setting.of(config.load("tiny_jpeg_lora", ["actor.clip_ratio=0.05"]))
-    found = replay(stack([terms]), settings_of_run, RolloutCorrectionConfig.token_is())
+    found = replay(stack([terms], settings_of_run), RolloutCorrectionConfig.token_is())
     weight = math.exp(0.5)
     expected = [0, weight * math.exp(0.1) / 4, 0, -3 * weight * math.exp(0.01) / 4]
     assert found.coefficients.flatten().tolist() == pytest.approx(expected, rel=1e-6)
@@ -76,7 +76,7 @@ def test_coefficients_of_bypass():
     log_prob = terms.current_log_probs.clone().requires_grad_()
     clipped = flow_grpo(log_prob, terms.rollout_log_probs, advantage, clip_ratio=1e-3, adv_clip_max=5.0)
     clipped.mean().backward()
-    found = replay(stack([terms]), settings_of_run, RolloutCorrectionConfig.bypass_ppo_clip())
+    found = replay(stack([terms], settings_of_run), RolloutCorrectionConfig.bypass_ppo_clip())
     torch.testing.assert_close(found.coefficients, log_prob.grad)
     log_prob.grad = None
     expected = weights_of(terms, terms.current_log_probs, "bypass_pg_geo_rs_seq_tis")
@@ -84,7 +84,7 @@ def test_coefficients_of_bypass():
         log_prob, advantage, adv_clip_max=5.0, weight=expected.weights, keep=expected.keep
     ).mean().backward()
     found = replay(
-        stack([terms]), settings_of_run, RolloutCorrectionConfig.from_preset("bypass_pg_geo_rs_seq_tis")
+        stack([terms], settings_of_run), RolloutCorrectionConfig.from_preset("bypass_pg_geo_rs_seq_tis")
     )
     assert 0 < expected.keep.double().mean() < 1
     torch.testing.assert_close(found.coefficients, log_prob.grad, rtol=1e-6, atol=0)
@@ -112,7 +112,7 @@ def test_losses_and_rejection_read_the_dumped_kls(loss_mode, bypass):
     settings_of_run = Setting.of(config.load("tiny_jpeg_lora", [f"actor.loss_mode={loss_mode}"]))
     bound = kl(mean if bypass else old_mean, rollout_mean).quantile(0.5).item()  # between two of the 24
     correction = RolloutCorrectionConfig(bypass_mode=bypass, rollout_rs="step_kl", rollout_rs_threshold=bound)
-    found = replay(stack([terms]), settings_of_run, correction)
+    found = replay(stack([terms], settings_of_run), correction)
     assert torch.equal(found.corrected.keep, kl(mean if bypass else old_mean, rollout_mean) <= bound)
     log_prob = terms.current_log_probs.clone().requires_grad_()
     shared = {
@@ -145,8 +145,8 @@ def test_no_correction_is_no_correction(samples, steps, seed, spoilt):
     if spoilt:
         terms.current_log_probs[0, 0] = math.nan
     settings_of_run = Setting.of(config.load("tiny_jpeg_lora"))
-    found = replay(stack([terms]), settings_of_run, RolloutCorrectionConfig.disabled())
-    expected = replay(stack([terms]), settings_of_run, OFF)
+    found = replay(stack([terms], settings_of_run), RolloutCorrectionConfig.disabled())
+    expected = replay(stack([terms], settings_of_run), OFF)
     assert torch.equal(found.coefficients, expected.coefficients)
     assert found.coefficients.isfinite().all()
     assert found.loss_sum == expected.loss_sum
@@ -165,7 +165,7 @@ def test_no_correction_is_no_correction(samples, steps, seed, spoilt):
 )
 def test_why_terms_cannot_be_replayed(overrides, terms, preset, reason):
     settings_of_run = Setting.of(config.load("tiny_jpeg_lora", overrides))
-    found = obstacle(stack([terms_of(**terms)]), settings_of_run, RolloutCorrectionConfig.from_preset(preset))
+    found = obstacle(stack([terms_of(**terms)], settings_of_run), RolloutCorrectionConfig.from_preset(preset))
     assert (reason in found) if reason else (found == "")
 
 
@@ -180,11 +180,11 @@ def test_bands_in_bypass_mode_are_those_of_the_steps_before():
         gap = 1e-4 * torch.randn(64, 2, generator=draw) + 0.1 * faulty[:, None]
         steps.append(replace(terms, rollout_log_probs=terms.current_log_probs - gap))
     expected = [torch.ones(64, 2, dtype=torch.bool)] * 3 + [~faulty[:, None].expand(-1, 2)] * 2
-    found = replay(stack(steps), settings_of_run, correction)
+    found = replay(stack(steps, settings_of_run), correction)
     assert torch.equal(found.corrected.keep, torch.cat(expected))
     bands = settings_of_run.bands()
     for step, keep in zip(steps, expected, strict=True):
-        assert torch.equal(replay(stack([step]), settings_of_run, correction, bands).corrected.keep, keep)
+        assert torch.equal(replay(stack([step], settings_of_run), correction, bands).corrected.keep, keep)
 
 
 def test_bands_are_measured_by_terms_that_were_scored_before_the_first_update():
@@ -201,9 +201,9 @@ def test_bands_are_measured_by_terms_that_were_scored_before_the_first_update():
         terms = replace(
             terms, bypass=True, rollout_log_probs=terms.current_log_probs - gap, before_update=before
         )
-        steps = stack([terms], of_flowcorr=True)
-        replay(steps, settings_of_run, correction, found)
-        replay(stack([rows_of(terms, first)]), settings_of_run, correction, expected)
+        steps = stack([terms], settings_of_run, of_flowcorr=True)
+        replay(steps, correction, found)
+        replay(stack([rows_of(terms, first)], settings_of_run), correction, expected)
     for mode, noise in found.noise.items():
         assert noise.spread[:2].isfinite().all()
         assert torch.equal(noise.spread[:2], expected.noise[mode].spread[:2])
@@ -219,5 +219,5 @@ def test_steps_of_samples_with_windows_of_their_own_are_told_by_their_noise_leve
     own = torch.stack([schedule[start : start + 2] for start in [0, 1, 2, 1] * 8])
     draw_steps(tmp_path, steps=2, without=("step_indices",), sigmas=own)
     run = read_dumped(tmp_path)
-    (steps,) = chunks(list(run.files.values()), run.levels)
+    (steps,) = chunks(run)
     assert steps.terms.step_index[:3].tolist() == [[0, 1], [1, 2], [2, 3]]

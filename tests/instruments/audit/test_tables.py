@@ -10,11 +10,13 @@ from instruments.html_pages import drawn
 
 from flowcorr.algorithm.bands import WARM_UP
 from flowcorr.config import Config
+from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import PRESETS
 from flowcorr.instruments.audit.gap import joint_nats
 from flowcorr.instruments.audit.measure import as_steps
 from flowcorr.instruments.audit.presets import replay_presets
 from flowcorr.instruments.audit.tables import gap_chart, outliers, scale_table, step_table
+from flowcorr.instruments.clip_noise import StartRatios
 from flowcorr.instruments.faults import delta
 from flowcorr.instruments.setting import Setting
 from flowcorr.records import Terms
@@ -119,13 +121,13 @@ def test_measured_bands_are_those_after_training_steps_like_this_one():
 
 def outcomes(gap):
     """What each preset makes of a gap."""
-    found = replay_presets([as_steps(gap, D)], Setting.of(Config()), passes=WARM_UP + 1)
+    found = replay_presets([as_steps(gap, D, Setting.of(Config()))], Setting.of(Config()), passes=WARM_UP + 1)
     return {one.name: one.outcome for one in found}
 
 
 def test_the_chart_shows_the_gap_beside_the_clip_range():
     gap = normal_gap(0.03)
-    steps = step_table(gap, delta(gap).expm1().abs(), 1e-3, 512)
+    steps = step_table(gap, StartRatios.of(gap, ActorConfig(clip_ratio=1e-3)), 512)
     axes = drawn(gap_chart(steps, 1e-3))
     assert axes.get_yscale() == "log"
     assert [text.get_text() for text in axes.texts] == ["50%", "90%", "99%", "needed", "clip"]

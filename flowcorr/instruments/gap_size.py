@@ -1,0 +1,50 @@
+"""The KL of two policies from log-ratios of their samples, where the step means of one side are not known."""
+
+from __future__ import annotations
+
+import math
+
+from flowcorr.config.schema import Config
+
+# Standard errors of the mean between the two moments of `delta`, beyond which its terms are not of one size.
+_DISAGREEMENT = 6.0
+FEWEST = 8  # terms: the error of fewer, from their own spread, is too small
+
+
+def num_terms(config: Config) -> int:
+    """SDE steps whose gap a training step measures: `B T`, or in bypass mode those of the first update."""
+    terms = config.rollout.prompts_per_step * config.rollout.n * config.sampling.sde_window_size
+    in_bypass = config.algorithm.rollout_correction.mode in ("bypass", "auto")
+    return terms // config.actor.mini_batches if in_bypass else terms
+
+
+def estimated_kl(mean: float, square: float, count: int, num_elements: int) -> float:
+    """KL of the trainer from the rollout policy, nats a latent element, from moments of their log-ratios.
+
+    For a gap of one size `m = r^2 / 2`, `delta` is normal with mean `-m` and variance `2 m / D`. Its mean square `m^2 +
+    2 m / D` holds both moments, and the `m` that solves it is the maximum of the likelihood: of `D m` far below 1 it
+    follows the spread, far above 1 the mean, each where it is the surer one.
+
+    The mean alone is the KL of any two densities, whatever the gap is like: of a few samples alone, of sizes that
+    differ, or a shift that all samples share, of which the spread tells nothing. Its error is the larger one for small
+    gaps, so it is taken where it lies far from the mean that the spread predicts, see `moments_disagree`. A shift
+    upwards is the KL of no densities, and its size is taken.
+
+    Args:
+        mean: of `delta`, trainer less rollout.
+        square: mean of `delta^2`.
+        count: terms that these are the means of.
+        num_elements: `D`.
+    """
+    if moments_disagree(mean, square, count, num_elements):
+        return abs(mean)
+    scaled = num_elements * num_elements * square
+    return scaled / (1 + math.sqrt(1 + scaled)) / num_elements  # sqrt(1 + scaled) - 1 cancels
+
+
+def moments_disagree(mean: float, square: float, count: int, num_elements: int) -> bool:
+    """Whether noise of one size does not explain both moments of `delta`; the arguments are those of `estimated_kl`."""
+    if count < FEWEST:
+        return False
+    variance = max(square - mean * mean, 0.0) * count / (count - 1)
+    return abs(mean + num_elements * variance / 2) > _DISAGREEMENT * math.sqrt(variance / count)
