@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -16,13 +17,15 @@ from typing import Any
 import numpy as np
 
 from flowcorr.config.task import DataConfig
-from flowcorr.errors import ConfigError, unknown_choice
+from flowcorr.errors import ConfigError, shortened, unknown_choice
 from flowcorr.records import Prompt, distinct
+from flowcorr.records.spellings import meant, warn_of_unread
 from flowcorr.references import Reference
 from flowcorr.texts import folded, quoted
 from flowcorr.words import heldout_words, train_words
 
 TINY_WORDS = "tiny_words"
+_MAX_PATH = 4096  # characters of a file's path
 _Parsed = tuple[Prompt, list[str], list[str]]  # the paths of its reference images, and the fields of its line
 
 
@@ -99,6 +102,9 @@ def read_prompts(
     Raises:
         ConfigError: the file is missing, empty or malformed, or a reference image cannot be used; the message names
             file and line.
+
+    Warns:
+        UserWarning: a field has a name that other tools give to what flowcorr reads under another one.
     """
     parsers: dict[str, Callable[[str, str], _Parsed]] = {
         ".txt": _parse_text,
@@ -112,7 +118,10 @@ def read_prompts(
     if not parsed:
         raise ConfigError(f"{key}={str(path)!r} holds no prompt; write one prompt per line")
     _check_target_field(target_field, parsed, path)
-    return _with_references(parsed, file.parent)
+    prompts = _with_references(parsed, file.parent)
+    has_targets = any(target_field in fields for _, _, fields in parsed)
+    warn_of_unread(prompts, path, has_targets=has_targets)
+    return prompts
 
 
 def _check_target_field(name: str, parsed: list[_Parsed], path: Path) -> None:
@@ -267,16 +276,21 @@ def _parse_json(line: str, place: str, *, target_field: str, tag_field: str) -> 
     example = {"prompt": "a sign that says hello", target_field: "hello"}
     expected = f"each line must be an object such as {json.dumps(example)}"
     try:
-        entry = json.loads(line, object_pairs_hook=_distinct_keys)
+        entry = json.loads(
+            line, object_pairs_hook=_distinct_keys, parse_float=_finite, parse_constant=_finite
+        )
     except json.JSONDecodeError as error:
         raise ConfigError(f"{place} is not JSON ({error.msg} at column {error.colno}); {expected}") from error
     except (ValueError, RecursionError) as error:  # a number of 5,000 digits, or deep nesting
-        raise ConfigError(f"{place} is JSON that cannot be read ({error}); {expected}") from error
+        reason = shortened(str(error))
+        raise ConfigError(f"{place} is JSON that cannot be read ({reason}); {expected}") from error
     if not isinstance(entry, dict):
         raise ConfigError(f"{place} is a JSON {type(entry).__name__}; {expected}")
     text = _string(entry, "prompt", place, expected)
     if text is None:
-        raise ConfigError(f'{place} has no "prompt"; {expected}')
+        named = next((key for key in entry if meant(key) == "prompt"), None)
+        hint = "" if named is None else f' (rename "{shortened(named)}" to "prompt")'
+        raise ConfigError(f'{place} has no "prompt"{hint}; {expected}')
     target = _string(entry, target_field, place, expected)
     prompt = Prompt(
         text=text,
@@ -303,6 +317,18 @@ def _distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return entry
 
 
+def _finite(text: str) -> float:
+    """A number of JSON, in which `NaN`, `Infinity` and a number too large for a float have no place."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text} is not finite; leave its field out, or write null")
+    return value
+
+
+def _shown(value: object) -> str:
+    return shortened(json.dumps(value))
+
+
 def _images(entry: Mapping[str, Any], place: str) -> list[str]:
     """The paths of a line's reference images, as it has them."""
     given = {key: entry[key] for key in ("image", "images") if entry.get(key) is not None}
@@ -315,12 +341,16 @@ def _images(entry: Mapping[str, Any], place: str) -> list[str]:
     )
     if further or not usable:
         raise ConfigError(
-            f'{place} has {json.dumps(given)}; name reference images as "image": "cat.png" or "images": ["cat.png", '
+            f'{place} has {_shown(given)}; name reference images as "image": "cat.png" or "images": ["cat.png", '
             '"dog.png"], relative to the file'
+        )
+    if inline := [path for path in paths if path.startswith("data:") or len(path) > _MAX_PATH]:
+        raise ConfigError(
+            f'{place} has "{key}": {_shown(inline[0])}, the content of an image; write it to a file, and give its path'
         )
     if remote := [path for path in paths if "://" in path]:
         raise ConfigError(
-            f"{place} has the reference image {remote[0]}; download it, and give the file's path"
+            f"{place} has the reference image {shortened(remote[0])}; download it, and give the file's path"
         )
     return paths
 
@@ -330,11 +360,11 @@ def _string(
 ) -> str | None:
     value = entry.get(key)
     if value is not None and not (isinstance(value, str) and (may_be_empty or folded(value))):
-        raise ConfigError(f'{place} has "{key}": {json.dumps(value)}, which is not text; {expected}')
+        raise ConfigError(f'{place} has "{key}": {_shown(value)}, which is not text; {expected}')
     if value is not None and any("\ud800" <= character <= "\udfff" for character in value):
-        raise ConfigError(f'{place} has "{key}": {json.dumps(value)}, half of a character; {expected}')
+        raise ConfigError(f'{place} has "{key}": {_shown(value)}, half of a character; {expected}')
     if value is not None and "\0" in value:
-        raise ConfigError(f'{place} has "{key}": {json.dumps(value)}, a zero character; {expected}')
+        raise ConfigError(f'{place} has "{key}": {_shown(value)}, a zero character; {expected}')
     return value
 
 

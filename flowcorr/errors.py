@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+MAX_SHOWN = 120
+
 
 class FlowcorrError(Exception):
     """Base of all errors that flowcorr raises on purpose; the CLI prints them without a traceback."""
@@ -68,6 +70,11 @@ def _restore(kind: type[Exception], message: str) -> Exception:
 def printable(text: str) -> str:
     """A text whose control characters and broken bytes, as names of a stranger's files may hold them, are escaped."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
+def shortened(text: str) -> str:
+    """The first `MAX_SHOWN` characters of a text from a file, as they may stand in a message."""
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def as_utf8(text: str) -> str:

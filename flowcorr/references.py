@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flowcorr.errors import ConfigError
+from flowcorr.errors import ConfigError, shortened
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -29,10 +29,12 @@ class Reference:
     Attributes:
         path: the file.
         digest: SHA-256 of its content, in hex.
+        size: width and height of the upright picture.
     """
 
     path: str
     digest: str
+    size: tuple[int, int]
 
     @classmethod
     def of(cls, path: Path) -> Reference:
@@ -42,8 +44,8 @@ class Reference:
             ConfigError: there is no such file, or it is no still image of a usable size.
         """
         content = _content(path)
-        _decode(content, path)
-        return cls(path=str(path), digest=hashlib.sha256(content).hexdigest())
+        size = _decode(content, path).size
+        return cls(path=str(path), digest=hashlib.sha256(content).hexdigest(), size=size)
 
     def image(self) -> Image:
         """The picture in RGB, upright, with white where it is transparent.
@@ -66,18 +68,28 @@ class Reference:
 
         return ImageOps.fit(self.image(), (width, height), Image.Resampling.LANCZOS)
 
+    def share_cut(self, height: int, width: int) -> float:
+        """Fraction of the picture's area that `fitted` cuts off."""
+        ratio = self.size[0] * height / (self.size[1] * width)
+        return 1 - min(ratio, 1 / ratio)
+
 
 def _content(path: Path) -> bytes:
-    if path.exists() and not path.is_file():  # reading a pipe would wait for its writer
-        raise ConfigError(f"the reference image {path} is a folder, a pipe or a device; give an image file")
     try:
+        if path.exists() and not path.is_file():  # reading a pipe would wait for its writer
+            raise ConfigError(
+                f"the reference image {path} is a folder, a pipe or a device; give an image file"
+            )
         return path.read_bytes()
+    except ConfigError:
+        raise
     except FileNotFoundError as error:
         raise ConfigError(
             f"the reference image {path} does not exist; a relative path starts at the folder of the prompts' file"
         ) from error
     except (OSError, ValueError) as error:  # a name with a zero character, too
-        raise ConfigError(f"the reference image {path} cannot be read: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"the reference image {shortened(str(path))} cannot be read: {reason}") from error
 
 
 def _decode(content: bytes, path: Path) -> Image:

@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from flowcorr.config import DataConfig
 from flowcorr.data import PromptSet, PromptStream, load_prompts, prompts_digest, read_prompts
 from flowcorr.errors import ConfigError
 from flowcorr.records import Prompt
-from flowcorr.references import Reference
 from flowcorr.words import is_heldout
 
 
@@ -208,6 +206,12 @@ def test_a_prompt_in_another_spelling_is_the_same_prompt(tmp_path, respelt):
         ('{"prompt": "a", "prompt": "b"}', "prompts.jsonl:2 .*the key 'prompt' is given twice"),
         ('{"prompt": "a", "box": {"x": 1, "x": 2}}', "prompts.jsonl:2 .*the key 'x' is given twice"),
         ('{"prompt": "a\\u0000b"}', r'prompts.jsonl:2 has "prompt": "a\\u0000b", a zero character'),
+        ('{"caption": "a"}', r'prompts.jsonl:2 has no "prompt" \(rename "caption" to "prompt"\)'),
+        *(
+            (f'{{"prompt": "a", "score": {number}}}', f"prompts.jsonl:2 .*the number {number} is not finite")
+            for number in ("NaN", "-Infinity", "1e999")
+        ),
+        ('{"prompt": "a", "box": [{"x": NaN}]}', "prompts.jsonl:2 .*the number NaN is not finite"),
     ],
 )
 def test_malformed_line_is_named(tmp_path, line, message):
@@ -407,77 +411,3 @@ def test_half_of_a_character_is_named(tmp_path):
     path.write_text('{"prompt": "a sign"}\n{"prompt": "\\ud83d sign"}\n', encoding="utf-8")
     with pytest.raises(ConfigError, match=r'prompts.jsonl:2 has "prompt": .*half of a character'):
         load(path)
-
-
-def with_images(folder, *lines, name="prompts.jsonl"):
-    """A file of prompts beside the images that it may name."""
-    (folder / "pictures").mkdir(exist_ok=True)
-    for number in range(8):
-        Image.new("RGB", (32, 32), (30 * number, 0, 0)).save(folder / "pictures" / f"{number}.png")
-    Image.new("1", (10_000, 10_000)).save(folder / "pictures" / "large.png")
-    return write(folder, "\n".join(map(json.dumps, lines)), name)
-
-
-def test_reference_images_are_named_relative_to_the_file(tmp_path, monkeypatch):
-    path = with_images(
-        tmp_path,
-        {"prompt": "make it blue", "image": "pictures/0.png", "style": "ink"},
-        {"prompt": "make it red", "images": [str(tmp_path / "pictures/1.png")]},
-    )
-    monkeypatch.chdir(tmp_path.parent)
-    first, second = read_prompts(path)
-    assert first.images == (Reference.of(tmp_path / "pictures/0.png"),)
-    assert second.images == (Reference.of(tmp_path / "pictures/1.png"),)
-    assert first.metadata == {"style": "ink"}
-
-
-def test_a_prompt_is_its_text_and_its_images(tmp_path):
-    edits = [{"prompt": "make it blue", "image": f"pictures/{number}.png"} for number in range(8)]
-    split = load(with_images(tmp_path, *edits, {**edits[0], "prompt": "make  it blue"}), heldout_fraction=0.5)
-    every = (*split.train, *split.heldout)
-    assert len({prompt.key for prompt in every}) == 8
-    assert {prompt.key for prompt in split.train}.isdisjoint(prompt.key for prompt in split.heldout)
-    before = prompts_digest(split)
-    (tmp_path / "pictures/0.png").rename(tmp_path / "moved.png")
-    moved = [
-        {**edits[0], "image": "moved.png"},
-        *edits[1:],
-        {"prompt": "make  it blue", "image": "moved.png"},
-    ]
-    path = write(tmp_path, "\n".join(map(json.dumps, moved)), "prompts.jsonl")
-    assert prompts_digest(load(path, heldout_fraction=0.5)) == before
-    Image.new("RGB", (32, 32), "white").save(tmp_path / "moved.png")
-    assert prompts_digest(load(path, heldout_fraction=0.5)) != before
-
-
-@pytest.mark.parametrize(
-    ("line", "cause"),
-    [
-        ({"image": "gone.png"}, "gone.png does not exist"),
-        ({"image": "prompts.jsonl"}, "is no image"),
-        ({"image": "pictures/large.png"}, "has 10000 x 10000 pixels"),  # Pillow warns, which is an error here
-        ({"images": ["pictures/0.png", "pictures"]}, "is a folder"),
-        ({"image": "https://example.org/cat.png"}, "download it"),
-        ({"image": ""}, "name reference images as"),
-        ({"images": []}, "name reference images as"),
-        ({"images": "pictures/0.png"}, "name reference images as"),
-        ({"image": ["pictures/0.png"]}, "name reference images as"),
-        ({"image": "pictures/0.png", "images": ["pictures/1.png"]}, "name reference images as"),
-    ],
-)
-def test_a_bad_reference_is_named_by_file_and_line(tmp_path, line, cause):
-    path = with_images(tmp_path, {"prompt": "a", "image": "pictures/0.png"}, {"prompt": "b", **line})
-    with pytest.raises(ConfigError, match=cause) as caught:
-        read_prompts(path)
-    assert str(caught.value).startswith(f"{path}:2")
-
-
-def test_prompts_have_equally_many_references(tmp_path):
-    one = {"prompt": "a", "image": "pictures/0.png"}
-    two = {"prompt": "b", "images": ["pictures/0.png", "pictures/1.png"]}
-    path = with_images(tmp_path, one, two)
-    with pytest.raises(ConfigError, match=f"{path}:2 has 2 reference images, and {path}:1 has 1"):
-        load(path)
-    train, heldout = with_images(tmp_path, one), write(tmp_path, "a\n", "heldout.txt")
-    with pytest.raises(ConfigError, match=f"{heldout}:1 has 0 reference images"):
-        load(train, heldout_path=str(heldout))

@@ -11,6 +11,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import TextIO
 
 import flowcorr
@@ -67,7 +68,7 @@ def _run(words: Sequence[str]) -> int:
     for name in ("flowcorr.rollout", "flowcorr.workers"):  # a large engine loads for minutes
         logging.getLogger(name).setLevel(logging.ERROR if rank else logging.INFO)
     with warnings.catch_warnings():
-        warnings.showwarning = _show_no_warning if rank else _show_warning
+        warnings.showwarning = _show_no_warning if rank else partial(_show_warning, set())
         try:
             return arguments.command(arguments)
         except FlowcorrError as error:
@@ -166,6 +167,7 @@ def _override_of(words: Sequence[str]) -> str:
 
 
 def _show_warning(
+    shown: set[str],
     message: Warning | str,
     category: type[Warning],
     filename: str,
@@ -173,7 +175,10 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    print(f"flowcorr: warning: {_shown(message)}", file=sys.stderr)
+    """Print a warning, once a command: files are read, and keys are checked, by several parts of it."""
+    if (text := _shown(message)) not in shown:
+        shown.add(text)
+        print(f"flowcorr: warning: {text}", file=sys.stderr)
 
 
 def _shown(message: object) -> str:

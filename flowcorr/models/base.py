@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +18,11 @@ from flowcorr.devices import empty_cache
 from flowcorr.errors import ConfigError
 from flowcorr.models.adapter_files import at_full_strength, write_for_diffusers, write_for_peft
 from flowcorr.models.cuts import CutReport
+from flowcorr.models.negatives import negative_prompts
+from flowcorr.models.overflow import check_finite
 from flowcorr.models.schedule import Schedule
 from flowcorr.records import Prompt
+from flowcorr.records.spellings import unread_images
 
 Conditioning = dict[str, Tensor]
 
@@ -172,10 +174,15 @@ class ModelFamily(ABC):
         """Check that prompts have as many reference images as the family takes.
 
         Raises:
-            ConfigError: one has too few or too many.
+            ConfigError: one has too few or too many, or it seems to name some in a field that is not read.
         """
         fewest, most = cls.num_references
         for prompt in prompts:
+            if most and (field := unread_images(prompt)) is not None:
+                raise ConfigError(
+                    f'{prompt.place or repr(prompt.text)} has no reference image, but the field "{field}", which is '
+                    'not read; rename it to "image" or "images", or remove it to draw from the text alone'
+                )
             if not fewest <= len(prompt.images) <= most:
                 allowed = f"{fewest}" if fewest == most else f"{fewest} to {most}"
                 raise ConfigError(
@@ -183,32 +190,6 @@ class ModelFamily(ABC):
                     f"the family {cls.name} takes {allowed}; add or remove the field image or images, or set "
                     "model.path to another model"
                 )
-
-    @classmethod
-    def check_negative_prompts(cls, prompts: Sequence[Prompt], guidance: Guidance) -> None:
-        """Say that negative prompts are not read, where guidance is off or reads none.
-
-        Warns:
-            UserWarning: prompts have one of their own, or `sampling` has one that this family never reads.
-        """
-        if cls.needs_negative(guidance):
-            return
-        own = [prompt for prompt in prompts if prompt.negative_prompt is not None]
-        if own:
-            subject = (
-                f"negative_prompt of {len(own)} prompts ({own[0].place or repr(own[0].text)} is the first)"
-            )
-        elif guidance.negative_prompt and not cls.encodes_negative:
-            subject = f"sampling.negative_prompt={guidance.negative_prompt!r}"
-        else:  # `config.rules` warns of guidance that is off
-            return
-        key = f"sampling.{cls.guidance_key}"
-        reason = f"guidance is off at {key}={getattr(guidance, cls.guidance_key):g}; set it above 1"
-        if not cls.encodes_negative:
-            reason = f"a model of the family {cls.name} reads no negative prompt"
-        warnings.warn(
-            f"{subject} has no effect: {reason}", UserWarning, stacklevel=1
-        )  # one place: shown once
 
     @classmethod
     def text_shapes(cls, configs: Mapping[str, Mapping[str, Any]], length: int) -> TextShapes | None:
@@ -229,6 +210,10 @@ class ModelFamily(ABC):
     def with_euler_steps(cls, scheduler: Any) -> Any:
         """The scheduler that takes Euler steps through the noise levels of the pipeline's; here, the pipeline's own."""
         return scheduler
+
+    def reference_frame(self) -> tuple[int, int] | None:
+        """Height and width to whose proportions reference images are cut; None if they keep their own."""
+        return None
 
     @property
     def transformer(self) -> Any:
@@ -284,6 +269,9 @@ class ModelFamily(ABC):
         """Conditioning of the prompts, see `embed`, where each may have a negative prompt of its own.
 
         Prompts and negative prompts that the text encoders do not read to the end are logged.
+
+        Raises:
+            ConfigError: an embedding is not finite.
         """
         needs_negative = self.needs_negative(guidance)
         places: dict[Guidance, list[int]] = {}
@@ -292,7 +280,11 @@ class ModelFamily(ABC):
         if needs_negative:
             self.cuts.add(negative_prompts(prompts, guidance))
         self.cuts.add(prompts)
-        parts = [self.embed([prompts[place] for place in own], one) for one, own in places.items()]
+        parts = []
+        for shared, own in places.items():
+            asked = [prompts[place] for place in own]
+            parts.append(self.embed(asked, shared))
+            check_finite(self, asked, shared, parts[-1])
         if len(parts) == 1:
             return parts[0]
         order = torch.tensor([place for own in places.values() for place in own]).argsort()
@@ -400,19 +392,6 @@ class ModelFamily(ABC):
         Path(directory).mkdir(parents=True, exist_ok=True)
         write_for_diffusers(directory, state, options)
         write_for_peft(directory, state, options)
-
-
-def negative_prompts(prompts: Sequence[Prompt], guidance: Guidance) -> list[Prompt]:
-    """The different negative prompts of `prompts`, as prompts, each with the first place that it was read from."""
-    negatives: dict[str, Prompt] = {}
-    for prompt in prompts:
-        own = prompt.negative_prompt is not None
-        place = (
-            f"negative_prompt of {prompt.place or repr(prompt.text)}" if own else "sampling.negative_prompt"
-        )
-        text = guidance.of_prompt(prompt).negative_prompt
-        negatives.setdefault(text, Prompt(text=text, place=place))
-    return list(negatives.values())
 
 
 def with_negative(

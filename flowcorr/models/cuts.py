@@ -1,4 +1,4 @@
-"""Prompts that are longer than a text encoder reads: how many there are, and what is lost of them.
+"""Prompts that are longer than a text encoder reads, and references that are cut: how many, and what is lost of them.
 
 A `family` is a `ModelFamily`, whose module imports this one.
 """
@@ -44,15 +44,23 @@ class Reader:
         return [tuple(row) for row in tokens]
 
 
+_MOST_CUT = 0.05  # of a reference's area: below it is the rounding of sizes
+
+
 class CutReport:
-    """Logs a line about prompts that are cut, once for each prompt."""
+    """Logs a line about prompts that are cut, and one about reference images, once for each of them."""
 
     def __init__(self, family: Any) -> None:
         self._family = family
         self._known: set[str] = set()
 
     def add(self, prompts: Iterable[Prompt]) -> None:
-        """Log how many of the prompts that were not added before are cut, if any are."""
+        """Log how many of the prompts that were not added before are cut, and of their references, if any are."""
+        prompts = list(prompts)
+        unseen = [prompt for prompt in prompts if prompt.images and prompt.content not in self._known]
+        self._known |= {prompt.content for prompt in unseen}
+        if unseen and (message := describe_cropped(self._family, unseen)) is not None:
+            logger.warning(message)
         new = list({prompt.text: prompt for prompt in prompts if prompt.text not in self._known}.values())
         self._known |= {prompt.text for prompt in new}
         message = describe_cuts(self._family, new) if new else None
@@ -77,6 +85,25 @@ def readers(family: Any) -> list[Reader]:
         limit = shapes.tokens[name] if shapes else min(family.text_tokens, tokenizer.model_max_length)
         found.append(Reader(name=f"{name} ({type(encoder).__name__})", tokenizer=tokenizer, limit=limit))
     return found
+
+
+def describe_cropped(family: Any, prompts: Sequence[Prompt]) -> str | None:
+    """A sentence on reference images that lose more than rounding takes; None if the model sees all of each."""
+    frame = family.reference_frame()
+    if frame is None:
+        return None
+    owners = {image: prompt for prompt in reversed(prompts) for image in prompt.images}
+    cut = {image: share for image in owners if (share := image.share_cut(*frame)) > _MOST_CUT}
+    if not cut:
+        return None
+    worst = max(cut, key=lambda image: cut[image])
+    width, height = worst.size
+    return (
+        f"reference images are cut to the proportions of the image that is drawn, {frame[1]} x {frame[0]}: "
+        f"{len(cut)} of {len(owners)} lose up to {100 * cut[worst]:.0f} % of their area at their edges "
+        f"({owners[worst].place or worst.path} with {width} x {height} loses the most); draw in their proportions with "
+        "sampling.height and sampling.width, or pad the images"
+    )
 
 
 def describe_cuts(family: Any, prompts: Sequence[Prompt]) -> str | None:

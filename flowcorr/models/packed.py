@@ -71,6 +71,9 @@ class PackedFamily(ModelFamily):
         size = self.image_size(*self.reference_size)
         return [image.fitted(*size) for image in prompt.images]
 
+    def reference_frame(self) -> tuple[int, int] | None:
+        return self.image_size(*self.reference_size)
+
     def reference_shapes(self, latent_shape: tuple[int, ...], count: int) -> dict[str, tuple[int, ...]]:
         """Shapes of one prompt's tensors of `encode_references`, for `flowcorr plan`.
 

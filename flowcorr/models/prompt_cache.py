@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flowcorr.models.base import Conditioning, Guidance, ModelFamily, negative_prompts
+from flowcorr.models.base import Conditioning, Guidance, ModelFamily
+from flowcorr.models.negatives import negative_prompts
 from flowcorr.records import Prompt
 from flowcorr.texts import folded
 

@@ -19,6 +19,7 @@ from flowcorr.config.task import RewardTerm
 from flowcorr.data import PromptSet, PromptStream, load_prompts, prompts_digest
 from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.models import Guidance, ModelFamily, load_family
+from flowcorr.models.negatives import check_negative_prompts
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Prompt
 from flowcorr.rewards import (
@@ -99,7 +100,7 @@ def build_stacks(
         UserWarning: prompts have negative prompts, and guidance reads none.
     """
     family.check_references(prompts)
-    family.check_negative_prompts(prompts, Guidance.of(config.sampling))
+    check_negative_prompts(family, prompts, Guidance.of(config.sampling))
     with out_of_memory.explained(config, lambda: out_of_memory.LOADING):
         actor = DiffusionActor(family, config)
     with distributed.fail_together("starting the rollout engine"):

@@ -112,3 +112,26 @@ def test_a_signal_while_the_model_loads_asks_for_the_job_again(tmp_path, capsys)
     reward = "reward.terms=[{name: 'tests.trainer.test_state:Interrupting'}]"  # by SIGUSR1
     assert train(tmp_path / "run", reward, "trainer.requeue=75") == 75
     assert capsys.readouterr().err.splitlines()[-1].startswith("flowcorr: SIGUSR1")
+
+
+@pytest.mark.filterwarnings("always")
+def test_fields_that_are_not_used_are_told_once(tmp_path, capsys):
+    """Although a command reads its prompts several times."""
+    path = tmp_path / "p.jsonl"
+    lines = [
+        {"prompt": text, "neg_prompt": "x", "negative_prompt": "y"} for text in ("cat", "elk", "bee", "owl")
+    ]
+    lines.append({"prompt": "dog", "caption": "a dog", "neg_prompt": "x", "edit_image": "dog.png"})
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert (
+        train(tmp_path / "run", f"data.path={path}", "data.heldout_fraction=0.3", "trainer.total_steps=1")
+        == 0
+    )
+    told = [line for line in capsys.readouterr().err.splitlines() if str(path) in line]
+    assert [line.split(" lines is ")[0].split("field ")[-1] for line in told] == [
+        '"neg_prompt" of 1 of 5',
+        '"edit_image" of 1 of 5',
+        told[2],
+    ]
+    assert "negative_prompt of " in told[2]
+    assert "no effect: guidance is off at sampling.guidance_scale=1" in told[2]

@@ -71,13 +71,23 @@ def test_blocks_are_those_of_all_lists_of_modules():
     assert repeated_blocks(transformer) == [*transformer.first, *transformer.second]
 
 
+def test_references_under_another_name_are_refused_where_a_model_would_read_them(monkeypatch):
+    prompts = [Prompt(text="a cat", metadata={"edit_image": "cat.png"}, place="edits.jsonl:7")]
+    SD3.check_references(prompts)
+    monkeypatch.setattr(SD3, "num_references", (0, 4))
+    with pytest.raises(
+        ConfigError, match='^edits.jsonl:7 has no reference image, but the field "edit_image"'
+    ):
+        SD3.check_references(prompts)
+
+
 @pytest.mark.parametrize(
     ("allowed", "count", "wrong"),
     [((0, 0), 1, "takes 0"), ((1, 1), 0, "takes 1"), ((1, 3), 4, "takes 1 to 3"), ((0, 1), 1, None)],
 )
 def test_a_prompt_has_as_many_references_as_its_family_takes(monkeypatch, allowed, count, wrong):
     monkeypatch.setattr(SD3, "num_references", allowed)
-    images = (Reference(path="cat.png", digest="0"),) * count
+    images = (Reference(path="cat.png", digest="0", size=(64, 64)),) * count
     prompts = [Prompt(text="a cat", images=images, place="edits.jsonl:7")]
     if wrong is None:
         SD3.check_references(prompts)

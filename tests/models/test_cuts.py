@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from PIL import Image
 from tiny_pipelines import FAMILIES, build_tiny_sd3
 
 from flowcorr.config import ModelConfig
@@ -11,6 +12,7 @@ from flowcorr.models import Guidance, load_family
 from flowcorr.models.cuts import CutReport, describe_cuts, readers
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Prompt
+from flowcorr.references import Reference
 from tests.prompts import prompts_of
 
 LENGTH = 40
@@ -136,3 +138,23 @@ def test_a_family_gets_the_check_without_a_line_of_its_own(tmp_path, monkeypatch
     family = load_family(ModelConfig(path=str(build_tiny_sd3(tmp_path / "sd3")), max_sequence_length=LENGTH))
     monkeypatch.setattr(family, "text_shapes", lambda configs, length: None)
     assert [reader.limit for reader in readers(family)] == [8, 8, LENGTH]
+
+
+def test_references_of_other_proportions_are_told_once_with_their_loss(family, tmp_path, caplog):
+    if family.num_references[1] == 0:
+        return
+    caplog.set_level(logging.WARNING)
+    family.reference_size = (64, 64)
+    references = []
+    for number, size in enumerate([(384, 64), (64, 128), (64, 66), (128, 128)]):
+        Image.new("RGB", size).save(tmp_path / f"{number}.png")
+        references.append(Reference.of(tmp_path / f"{number}.png"))
+    prompts = [
+        Prompt(text="ok", images=(image,), place=f"p.txt:{number}") for number, image in enumerate(references)
+    ]
+    family.cuts.add(prompts)
+    family.cuts.add(prompts)
+    (line,) = lines(caplog)
+    assert "2 of 4 lose up to 83 %" in line
+    assert "64 x 64" in line
+    assert "p.txt:0 with 384 x 64" in line

@@ -25,7 +25,7 @@ from flowcorr.instruments.plan.training import (
     trace_training,
 )
 from flowcorr.models import DTYPES, Guidance
-from flowcorr.models.base import negative_prompts
+from flowcorr.models.negatives import negative_prompts
 from flowcorr.models.prompt_cache import MAX_BYTES, chunk_size
 from flowcorr.rollout.base import samples_codes
 

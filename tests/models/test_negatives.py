@@ -10,6 +10,7 @@ from tiny_pipelines import FAMILIES
 
 from flowcorr.config import ModelConfig
 from flowcorr.models import Guidance, load_family
+from flowcorr.models.negatives import check_negative_prompts
 from flowcorr.models.prompt_cache import PromptCache
 from tests.prompts import prompts_of
 from tests.tolerances import MEANS
@@ -74,7 +75,7 @@ def test_the_cache_has_the_same_rows(family, guidance, prompts, max_bytes):
 def said(family, prompts, guidance):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        family.check_negative_prompts(prompts, guidance)
+        check_negative_prompts(family, prompts, guidance)
     return [str(warning.message) for warning in caught]
 
 
