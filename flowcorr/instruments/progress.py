@@ -152,11 +152,11 @@ class TerminalObserver:
 
     def _say_what_is_unhealthy(self, metrics: Mapping[str, float]) -> None:
         from flowcorr.instruments.replicas import places_of
-        from flowcorr.instruments.rules import HealthMonitor, logged_num_elements, units_of
+        from flowcorr.instruments.rules import HealthMonitor, units_of
 
         if self._health is None:
             assert self._config is not None, "a run starts before its first step"
-            units = units_of(self._config, logged_num_elements(metrics))
+            units = units_of(self._config, metrics)
             assert self._out_dir is not None
             places = places_of(self._out_dir)
             self._health = HealthMonitor(units, earlier=self._earlier(), places=places)

@@ -22,25 +22,27 @@ from flowcorr.rollout.precision import usual_gap
 from flowcorr.rollout.step_distance import step_distance
 from flowcorr.trainer.residuals import RESIDUALS
 
-NUM_ELEMENTS = "rollout/num_elements"
-"""The metric that is `D`."""
+NUM_ELEMENTS, USUAL_GAP = "rollout/num_elements", "rollout/usual_gap"
+"""The metrics that are `D`, and the limit of `rollout_corr/replay/window`."""
 _LIKE_WINDOW = ("replay_before", "replay_between", "replay_after")
 _OF_WEIGHTS = ("mean_weight", "weight_std", "effective_sample_size", "cap")
 
 
-def units_of(config: Config, num_elements: int | None) -> Units:
+def units_of(config: Config, logged: Mapping[str, Any]) -> Units:
     """The units in which a run of this configuration is judged.
 
     Args:
         config: the run's configuration.
-        num_elements: `D`; None if the run did not log it.
+        logged: metrics of a step, which hold facts of its model: `D`, and the gap that its precision explains; without
+            them step noise is not judged, and guidance is taken to amplify rounding.
     """
-    setting, gap = Setting.of(config), usual_gap(config, distilled=False)
+    setting, num_elements = Setting.of(config), logged_num_elements(logged)
+    gap = logged[USUAL_GAP] if logged.get(USUAL_GAP) is not None else usual_gap(config)
     units = replace(
         units_of_setting(setting, num_elements, num_terms=num_terms(config)),
         usual_gap=gap,
         rows=rows_of(config),
-        rounding={residual.name: residual.limit(config) for residual in RESIDUALS},
+        rounding={residual.name: residual.limit(config, gap) for residual in RESIDUALS},
     )
     if num_elements is None or setting.staleness:
         return units

@@ -224,6 +224,10 @@ class ModelFamily(ABC):
         """Whether `guidance_scale` is an input of the transformer, instead of a second forward pass."""
         return False
 
+    def amplification(self, guidance: Guidance) -> float:
+        """The scale by which guidance amplifies the rounding of two forward passes; 1 where there is one pass."""
+        return float(getattr(guidance, self.guidance_key)) if self.needs_negative(guidance) else 1.0
+
     @abstractmethod
     def latent_shape(self, height: int | None, width: int | None) -> tuple[int, ...]:
         """The latent shape of one image, or of one latent frame, of `height` x `width` pixels (null: the native size).

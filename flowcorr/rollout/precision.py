@@ -77,12 +77,13 @@ def rounds_apart(config: Config) -> bool:
     return config.rollout.dtype != config.model.dtype or bool(coarse_weights(config))
 
 
-def usual_gap(config: Config, *, distilled: bool) -> float:
+def usual_gap(config: Config, scale: float | None = None) -> float:
     """The largest velocity gap that the precision of both sides accounts for.
 
     Args:
         config: the run's.
-        distilled: whether guidance is an input of the transformer, which amplifies nothing.
+        scale: that of `ModelFamily.amplification`; None where the model is not at hand, whose guidance may then be of
+            either key.
     """
     rollout = config.rollout
     names = {rollout.dtype, config.model.dtype, "bfloat16" if config.actor.autocast else "float32"}
@@ -90,6 +91,7 @@ def usual_gap(config: Config, *, distilled: bool) -> float:
     engine = ENGINES.get(rollout.name)
     if engine is None or not engine.shares_weights:
         roundings.append(OTHER_PROCESS)
-    scale = 1.0 if distilled else max(config.sampling.guidance_scale, config.sampling.true_cfg_scale)
+    if scale is None:
+        scale = max(config.sampling.guidance_scale, config.sampling.true_cfg_scale)
     largest = MARGIN * max(rounding.at(scale) for rounding in roundings)
     return min(max(largest, NO_GAP), LARGEST_GAP)

@@ -15,6 +15,7 @@ from flowcorr.imports import import_target
 from flowcorr.metrics import Metrics, Over, maximum, mean, total
 from flowcorr.records import ActorBatch, Scores, Terms
 from flowcorr.rewards import RewardOutput
+from flowcorr.rollout.precision import usual_gap
 from flowcorr.trainer.collect import Samples
 from flowcorr.trainer.gap_split import measure_gap_split, splits_gap
 from flowcorr.trainer.image_statistics import image_metrics
@@ -48,12 +49,17 @@ def measure(
     Raises:
         BackendError: see `measure_gap_split` and `measure_replay`.
     """
-    config = run.config
+    config, amplification = run.config, run.actor.family.amplification(run.actor.guidance)
     whole = np.array([place not in samples.broken for place in range(len(samples.images))])
     measured = [
         image_metrics(samples.images, samples.group_ids, whole),
         reward_metrics(scored, failed, samples.group_ids),
-        Metrics.from_stats({"rollout/num_elements": maximum(samples.rollout.num_elements)}),
+        Metrics.from_stats(
+            {
+                "rollout/num_elements": maximum(samples.rollout.num_elements),
+                "rollout/usual_gap": maximum(usual_gap(config, amplification)),
+            }
+        ),
     ]
     mode, terms = run.mode.correction.mode, [batch_terms(batch)]
     if mode != "bypass":

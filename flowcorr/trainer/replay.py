@@ -149,7 +149,7 @@ def measure_replay(
                     gaps.append(gap)
     if not gaps:
         return Metrics(), window
-    healthy = usual_gap(run.config, distilled=run.actor.family.distills_guidance)
+    healthy = usual_gap(run.config, run.actor.family.amplification(run.actor.guidance))
     units = sum(min(max(gap.window, NO_GAP), healthy) for gap in gaps)
     stats = {
         "rollout_corr/replay/window": mean(sum(gap.window for gap in gaps), len(gaps)),

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 from flowcorr.config.engines import ENGINES
 from flowcorr.config.schema import Config
-from flowcorr.rollout.precision import coarse_weights, usual_gap
+from flowcorr.rollout.precision import coarse_weights
 
 PREFIX = "rollout_corr/residual/"
 UNSEEN = "/unseen"
-Limit = Callable[[Config], float]
+Limit = Callable[[Config, float], float]
+"""The limit of a run, from its configuration and `usual_gap`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class Residual:
 # an adapter moved at random, guidance 1 and 4, replays every second step; in float32, float16, bfloat16 (in the engine
 # alone, and in both stacks), int8, fp8 and int4. Tests use other seeds.
 def _of_gap(alike: float, apart: float, coarse: float) -> Limit:
-    """Shares of `usual_gap`.
+    """Shares of the run's `usual_gap`.
 
     Args:
         alike: where both stacks compute in one precision.
@@ -54,10 +55,9 @@ def _of_gap(alike: float, apart: float, coarse: float) -> Limit:
         coarse: where the weights of one side alone are rounded to fewer bits.
     """
 
-    def limit(config: Config) -> float:
+    def limit(config: Config, gap: float) -> float:
         same = config.rollout.dtype == config.model.dtype
-        share = coarse if coarse_weights(config) else alike if same else apart
-        return share * usual_gap(config, distilled=False)
+        return gap * (coarse if coarse_weights(config) else alike if same else apart)
 
     return limit
 
@@ -68,7 +68,7 @@ def _of_images(alike: float, apart: float) -> Limit:
     The second is three times what a decoder in bfloat16 and one in float32 differ by (seeds 7301 and 7302).
     """
 
-    def limit(config: Config) -> float:
+    def limit(config: Config, gap: float) -> float:
         engine = ENGINES.get(config.rollout.name)
         shared = engine is not None and engine.shares_weights
         return alike if shared or config.rollout.dtype == config.model.dtype else apart
@@ -95,14 +95,14 @@ RESIDUALS = (
         name="step_noise",
         what="how much the step noise is too large or too small",
         unit="share of the noise",
-        limit=lambda config: 5e-4,
+        limit=lambda config, gap: 5e-4,
         remedy=_NOISE,
     ),
     Residual(
         name="step_noise_rounding",
         what="how much of a rounding to bfloat16 or float16 is in the step noise",
         unit="share of the rounding",
-        limit=lambda config: 0.25,
+        limit=lambda config, gap: 0.25,
         remedy=_NOISE,
     ),
     Residual(

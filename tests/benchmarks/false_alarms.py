@@ -20,7 +20,7 @@ from flowcorr import config
 from flowcorr.config.schema import Config
 from flowcorr.instruments.doctor.examination import diagnose
 from flowcorr.instruments.finding import Finding
-from flowcorr.instruments.rules import HealthMonitor, logged_num_elements, units_of
+from flowcorr.instruments.rules import HealthMonitor, units_of
 from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.step import train_step
 
@@ -76,7 +76,7 @@ def _rules_that_speak(run_config: Config, steps: int) -> Iterator[Finding]:
         monitor: HealthMonitor | None = None
         for step in range(1, steps + 1):
             metrics = train_step(run, step, lambda _: None).metrics.compute()
-            monitor = monitor or HealthMonitor(units_of(run_config, logged_num_elements(metrics)))
+            monitor = monitor or HealthMonitor(units_of(run_config, metrics))
             yield from monitor.update(metrics)
     finally:
         run.close()

@@ -11,6 +11,7 @@ from flowcorr.instruments.rules import HealthMonitor, examine_run, examine_step,
 from flowcorr.instruments.setting import Setting
 from flowcorr.rollout.precision import LARGEST_DISTANCE, MARGIN, ROUNDINGS
 
+SIZE = {"rollout/num_elements": 512}
 SECTION = "algorithm.rollout_correction"
 CAPPED = Units(cap=2.0, bypass=True, num_terms=2048, num_elements=1024)
 
@@ -31,7 +32,7 @@ def test_what_was_not_measured_is_not_judged():
 @pytest.mark.parametrize("scale", ["mean", "sum"])
 def test_the_kl_is_judged_by_what_the_precision_explains(emulate, clean, fault, scale):
     section = f"{SECTION}={{preset: decoupled_seq_is, log_ratio_scale: {scale}}}"
-    units = units_of(load("tiny_ocr_lora", [f"rollout.emulate={emulate}", section]), 512)
+    units = units_of(load("tiny_ocr_lora", [f"rollout.emulate={emulate}", section]), SIZE)
     assert rules({"rollout_corr/kl": clean}, units) == []
     assert rules({"rollout_corr/kl": fault}, units) == ["kl"]
     assert rules({"rollout_corr/kl": -fault}, units) == ["kl"]
@@ -39,35 +40,48 @@ def test_the_kl_is_judged_by_what_the_precision_explains(emulate, clean, fault, 
 
 def test_where_the_precision_is_not_known_or_weights_are_stale_any_precision_passes():
     config = load("tiny_ocr_lora", ["rollout.emulate=none"])
-    known, foreign = units_of(config, 512), units_of_setting(Setting.of(config), 512, num_terms=192)
-    stale = units_of(load("tiny_ocr_lora", ["rollout.emulate=none", "rollout.staleness=2"]), 512)
+    known, foreign = units_of(config, SIZE), units_of_setting(Setting.of(config), 512, num_terms=192)
+    stale = units_of(load("tiny_ocr_lora", ["rollout.emulate=none", "rollout.staleness=2"]), SIZE)
     assert known.usual_distance < 1e-5
-    for units in (foreign, stale, units_of(config, None)):
+    for units in (foreign, stale, units_of(config, {})):
         assert units.usual_distance == LARGEST_DISTANCE
         assert rules({"rollout_corr/kl": 0.04}, units) == []
         assert rules({"rollout_corr/kl": 0.1}, units) == ["kl"]
 
 
+def test_the_gap_that_precision_explains_is_the_one_that_the_run_logged():
+    """A model with guidance as an input does not amplify rounding, which its configuration alone does not tell."""
+    config = load("tiny_ocr_lora", ["rollout.dtype=bfloat16", "sampling.guidance_scale=3.5"])
+    guided, distilled = (units_of(config, {**SIZE, **gap}) for gap in ({}, {"rollout/usual_gap": 0.034}))
+    assert guided.usual_gap > 0.09
+    assert rules({"rollout_corr/replay/window": 0.05}, guided) == []
+    assert rules({"rollout_corr/replay/window": 0.05}, distilled) == ["replay_window"]
+    assert distilled.usual_distance / guided.usual_distance == pytest.approx(0.034 / guided.usual_gap)
+    ratios = {name: limit / guided.rounding[name] for name, limit in distilled.rounding.items()}
+    assert ratios["path_after"] == pytest.approx(0.034 / guided.usual_gap)
+    assert ratios["image_error"] == 1
+
+
 def test_units_of_a_configuration():
-    units = units_of(load("tiny_ocr_lora", [f"{SECTION}.preset=decoupled_seq_is"]), 512)
+    units = units_of(load("tiny_ocr_lora", [f"{SECTION}.preset=decoupled_seq_is"]), SIZE)
     assert (units.cap, units.bypass) == (2.0, False)
 
 
 def test_units_without_correction_and_without_one_cap():
-    units = units_of(load("tiny_ocr_lora", [f"{SECTION}=null"]), 512)
+    units = units_of(load("tiny_ocr_lora", [f"{SECTION}=null"]), SIZE)
     assert replace(units, rounding={}) == Units(
         num_terms=192,
         num_elements=512,
         usual_gap=MARGIN * ROUNDINGS["fp8"].plain,
         usual_distance=units.usual_distance,
     )
-    assert units_of(load("tiny_ocr_lora", [f"{SECTION}.preset=decoupled_token_icepop"]), 512).cap is None
-    assert units_of(load("tiny_ocr_lora", [f"{SECTION}.preset=bypass_ppo_clip"]), 512).bypass
+    assert units_of(load("tiny_ocr_lora", [f"{SECTION}.preset=decoupled_token_icepop"]), SIZE).cap is None
+    assert units_of(load("tiny_ocr_lora", [f"{SECTION}.preset=bypass_ppo_clip"]), SIZE).bypass
 
 
 def test_weights_that_multiply_nothing_are_noted_only():
     shown = f"{SECTION}={{preset: null, bypass_mode: true, rollout_is: token, log_ratio_scale: sum}}"
-    units = units_of(load("tiny_ocr_lora", [shown]), 512)
+    units = units_of(load("tiny_ocr_lora", [shown]), SIZE)
     assert (units.weighted, units.cap) == (False, None)
     names = ("mean", "std", "max", "eff_sample_size")
     metrics = {
@@ -112,7 +126,7 @@ def test_noise_beyond_the_clip_harms_bypass_only():
 )
 def test_noise_beyond_the_clip_names_the_range_the_noise_and_what_to_do(actor, correction, clip_range, level):
     algorithm = {"rollout_correction": {"bypass_mode": True, **correction}}
-    units = units_of(load_mapping({"actor": actor, "algorithm": algorithm}), 512)
+    units = units_of(load_mapping({"actor": actor, "algorithm": algorithm}), SIZE)
     metrics = {"rollout_corr/clip_noise_fraction": 0.9, "rollout_corr/logprob_abs_diff_mean": 4.7e-3}
     (finding,) = examine_step(metrics, units)
     assert finding.level == level

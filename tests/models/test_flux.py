@@ -98,6 +98,11 @@ def test_guidance_that_is_not_embedded_is_not_rounded(schnell):
     assert schnell.guidance_in_dtype(Guidance(guidance_scale=3.3), torch.bfloat16).guidance_scale == 3.3
 
 
+def test_guidance_of_one_pass_amplifies_no_rounding(family, schnell):
+    for model in (family, schnell):
+        assert model.amplification(Guidance(guidance_scale=3.5)) == 1
+
+
 @torch.no_grad()
 def test_velocity_depends_on_the_place(family):
     conditioning = family.encode(prompts_of(PROMPTS), GUIDANCE)

@@ -27,7 +27,7 @@ from tiny_pipelines import FAMILIES, make_sensitive
 from flowcorr.data import PromptStream
 from flowcorr.errors import BackendError, BatchError
 from flowcorr.instruments.doctor import examine
-from flowcorr.instruments.rules import HealthMonitor, logged_num_elements, units_of
+from flowcorr.instruments.rules import HealthMonitor, units_of
 from flowcorr.models import DTYPES
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Prompt
@@ -124,7 +124,7 @@ class Bench:
                 metrics = train_step(run, step, lambda phase: None).metrics.compute()
             except (BackendError, BatchError) as error:
                 return f"stops: {str(error).splitlines()[0][:60]}", step
-            monitor = monitor or HealthMonitor(units_of(stack.config, logged_num_elements(metrics)))
+            monitor = monitor or HealthMonitor(units_of(stack.config, metrics))
             spoke = [finding.cause for finding in monitor.update(metrics) if finding.level != "note"]
             if named := [rule for rule in spoke if rule not in ("flat_groups", "clip_noise")]:
                 return named[0], step

@@ -14,7 +14,7 @@ from flowcorr.data import PromptStream
 from flowcorr.errors import BackendError, BatchError, ConfigError
 from flowcorr.instruments.doctor.examination import examine, first_prompts
 from flowcorr.instruments.finding import Report
-from flowcorr.instruments.rules import examine_step, units_of
+from flowcorr.instruments.rules import NUM_ELEMENTS, examine_step, units_of
 from flowcorr.metrics import Metrics
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Prompt
@@ -151,7 +151,7 @@ class Bench:
                 window.metrics(),
             ]
         )
-        units = units_of(config, rollout.num_elements)
+        units = units_of(config, {NUM_ELEMENTS: rollout.num_elements})
         found = examine_step(metrics.compute(), units)
         return [finding.cause for finding in found if finding.level != "note"]
 

@@ -32,21 +32,21 @@ from flowcorr.rollout.precision import LARGEST_GAP, MARGIN, NO_GAP, OTHER_PROCES
 def test_the_usual_gap_is_that_of_the_coarsest_part(make_config, sections, name, scale):
     rounding = ROUNDINGS[name]
     expected = rounding.plain + (rounding.guided - rounding.plain) * (scale - 1) / 3
-    assert usual_gap(make_config(**sections), distilled=False) == pytest.approx(MARGIN * expected)
+    assert usual_gap(make_config(**sections)) == pytest.approx(MARGIN * expected)
 
 
 def test_distilled_guidance_amplifies_nothing(make_config):
     config = make_config(rollout={"dtype": "bfloat16"}, sampling={"guidance_scale": 4.0})
-    assert usual_gap(config, distilled=True) == pytest.approx(MARGIN * ROUNDINGS["bfloat16"].plain)
+    assert usual_gap(config, 1.0) == pytest.approx(MARGIN * ROUNDINGS["bfloat16"].plain)
 
 
 def test_stacks_in_float32_agree_to_what_is_no_gap_at_all(make_config):
-    assert usual_gap(make_config(), distilled=False) == NO_GAP
-    assert usual_gap(make_config(sampling={"guidance_scale": 4.0}), distilled=False) == NO_GAP
+    assert usual_gap(make_config()) == NO_GAP
+    assert usual_gap(make_config(sampling={"guidance_scale": 4.0})) == NO_GAP
     outside = make_config(rollout={"name": "vllm_omni"})
-    assert usual_gap(outside, distilled=False) == pytest.approx(MARGIN * OTHER_PROCESS.plain)
+    assert usual_gap(outside) == pytest.approx(MARGIN * OTHER_PROCESS.plain)
 
 
 def test_no_precision_excuses_another_model(make_config):
     config = make_config(rollout={"emulate": "int4"}, sampling={"guidance_scale": 20.0})
-    assert usual_gap(config, distilled=False) == LARGEST_GAP
+    assert usual_gap(config) == LARGEST_GAP

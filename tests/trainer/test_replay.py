@@ -77,7 +77,7 @@ def named(run, step=STEP):
 
 
 def judged(run, metrics):
-    return [finding.cause for finding in examine_step(metrics, units_of(run.config, None))]
+    return [finding.cause for finding in examine_step(metrics, units_of(run.config, {}))]
 
 
 # Faults ------------------------------------------------------------------------------------------------------
@@ -426,10 +426,10 @@ def test_a_run_in_bfloat16_with_guidance_names_a_fault_within_four_steps(fault, 
         path="tiny_ocr", model={"dtype": "bfloat16"}, sampling={"guidance_scale": 4.0}, dtype="bfloat16"
     )
     plant(run.engine)
-    monitor = HealthMonitor(units_of(run.config, math.prod(run.engine.plan.latent_shape)))
-    named = set()
+    monitor, named = None, set()
     for step in range(1, 5):
         metrics = train_step(run, step, lambda phase: None).metrics.compute()
+        monitor = monitor or HealthMonitor(units_of(run.config, metrics))
         named |= {finding.cause for finding in monitor.update(metrics)}
         if rule in named:
             break

@@ -7,16 +7,17 @@ import pytest
 from flowcorr.instruments.limits import healthy_range
 from flowcorr.instruments.metrics.table import find_metric
 from flowcorr.instruments.rules import examine_step, units_of
+from flowcorr.rollout.precision import usual_gap
 from flowcorr.trainer.residuals import PREFIX, RESIDUALS, UNSEEN
 
 
 def test_each_residual_is_explained_and_judged(make_config):
-    units = units_of(make_config(), None)
+    units = units_of(make_config(), {})
     for residual in RESIDUALS:
         metric = find_metric(PREFIX + residual.name)
         assert metric.unit == residual.unit
         assert find_metric(PREFIX + residual.name + UNSEEN).rule is None
-        limit = residual.limit(make_config())
+        limit = residual.limit(make_config(), units.usual_gap)
         assert healthy_range(metric.name, units) == (-math.inf, limit)
         assert examine_step({metric.name: limit}, units) == []
         (finding,) = examine_step({metric.name: 2 * limit}, units)
@@ -42,7 +43,7 @@ def test_each_residual_is_explained_and_judged(make_config):
 )
 def test_limits_grow_with_the_rounding_of_a_run(changes, larger, make_config):
     before, after = (
-        {residual.name: residual.limit(config) for residual in RESIDUALS}
+        {residual.name: residual.limit(config, usual_gap(config)) for residual in RESIDUALS}
         for config in (make_config(), make_config(**changes))
     )
     assert {name for name, limit in after.items() if limit > before[name]} == larger

@@ -62,7 +62,7 @@ class Exam:
     @property
     def usual_gap(self) -> float:
         """The largest velocity gap that the precision of both sides accounts for."""
-        return usual_gap(self.config, distilled=self.actor.family.distills_guidance)
+        return usual_gap(self.config, self.actor.family.amplification(self.actor.guidance))
 
     def leaves_rounding(self, trial: Trial, fit: Fit) -> bool:
         """Whether the gap without the fault is one of rounding, which averages out over the elements.

@@ -169,7 +169,7 @@ def _after(
         examine_run: examines the run's own precision.
     """
     if isinstance(first, str):
-        finding = precision.not_examined(config, distilled=family.distills_guidance, reason=first)
+        finding = precision.not_examined(config, family, first)
     elif first.level == "serious":
         return replace(first, findings=[precision.marked(finding) for finding in first.findings])
     else:

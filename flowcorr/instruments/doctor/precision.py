@@ -18,7 +18,7 @@ from flowcorr.devices import empty_cache, free_memory
 from flowcorr.instruments.doctor.exam import largest_gap
 from flowcorr.instruments.doctor.findings import of_check, passed, skipped, warned
 from flowcorr.instruments.finding import Finding, Report
-from flowcorr.models import Conditioning, ModelFamily
+from flowcorr.models import Conditioning, Guidance, ModelFamily
 from flowcorr.models.quantized import weight_sizes
 from flowcorr.rollout.precision import trainer_quantization, usual_gap
 
@@ -91,9 +91,9 @@ def release(device: torch.device) -> None:
     empty_cache(device)
 
 
-def not_examined(config: Config, *, distilled: bool, reason: str) -> Finding:
+def not_examined(config: Config, family: ModelFamily, reason: str) -> Finding:
     """The finding of a doctor that examined no float32 stacks: it names the gap that rounding may hide."""
-    gap = largest_gap(usual_gap(config, distilled=distilled))
+    gap = largest_gap(usual_gap(config, family.amplification(Guidance.of(config.sampling))))
     return of_check(
         "float32",
         skipped(

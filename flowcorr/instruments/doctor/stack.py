@@ -19,7 +19,7 @@ from flowcorr.config.schema import LoraConfig
 from flowcorr.dumps.replay import ReplaySamples
 from flowcorr.errors import ConfigError
 from flowcorr.lora import ADAPTER, adapter_state, add_adapter
-from flowcorr.models import Conditioning, Guidance, ModelFamily, Schedule
+from flowcorr.models import DTYPES, Conditioning, Guidance, ModelFamily, Schedule
 from flowcorr.records import Prompt
 from flowcorr.references import Reference
 
@@ -142,6 +142,7 @@ class Stack:
         """Velocities `[b, *L]` at `latents` `[b, *L]`, of samples `rows` at steps `indices` of the schedule."""
         scale: dict[str, Any] = {self.family.guidance_key: inputs.guidance_scale}
         guidance = Guidance(**scale)
+        computed = self.family.guidance_in_dtype(guidance, DTYPES[self.samples.dtype or "float32"])
         asked = [
             (inputs.prompts[row], inputs.negative_prompts[row], self._source(row, inputs.prompts[row]))
             for row in rows
@@ -160,7 +161,7 @@ class Stack:
                 times = torch.tensor([inputs.timesteps[index] for index in indices[part]], device=self.device)
                 found.append(
                     self.family.velocity(
-                        self.family.transformer, latents[part], times, conditioning, guidance
+                        self.family.transformer, latents[part], times, conditioning, computed
                     )
                 )
         return torch.cat(found)

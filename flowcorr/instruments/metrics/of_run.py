@@ -153,6 +153,12 @@ RUN = (
     *under(
         "rollout/",
         row("num_elements", "`D`, latent elements of a sample.", "elements"),
+        row(
+            "usual_gap",
+            "The largest relative error of a velocity that the precision of both stacks explains with this model's "
+            "guidance: the limit of `rollout_corr/replay/window`.",
+            "share",
+        ),
         row("staleness_mean", "Mean age of the weights that sampled.", "training steps"),
         row("staleness_max", "Largest age of the weights that sampled.", "training steps"),
         row("dropped_stale_samples", "Samples dropped because their weights were too old.", "samples"),

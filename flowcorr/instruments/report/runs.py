@@ -112,7 +112,10 @@ class Group:
     def units(self) -> Units:
         """The units in which its runs are judged."""
         run = self.runs[0]
-        return run.units[max(run.units)] if run.config is None else units_of(run.config, self.num_elements)
+        if run.config is None:
+            return run.units[max(run.units)]
+        logged = (record for record in run.records if logged_num_elements(record) is not None)
+        return units_of(run.config, next(logged, {}))
 
     def band(self, metric: str) -> list[BandPoint]:
         """Mean, smallest and largest value over the runs that logged a step."""

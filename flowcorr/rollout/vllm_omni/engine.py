@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import tempfile
 from collections import deque
@@ -26,6 +27,8 @@ from flowcorr.rollout.vllm_omni import adapter, environment, probe
 from flowcorr.rollout.vllm_omni.client import OmniClient
 from flowcorr.rollout.vllm_omni.options import engine_options, num_gpus
 from flowcorr.rollout.vllm_omni.request import CONDITIONING, LATENTS, TIMESTEP, Job, Plan, Probe
+
+logger = logging.getLogger(__name__)
 
 
 class VllmOmniEngine:
@@ -71,6 +74,7 @@ class VllmOmniEngine:
         self._adapter_id = 0
         self._sent: dict[str, int] = {}
         self._own_digest: int | None = None
+        self._has_warned = False
         self._probe = actor_probe
         self._folder = tempfile.TemporaryDirectory(prefix="flowcorr-vllm-omni-")
         log = Path(self._folder.name) / "engine.log"
@@ -86,7 +90,9 @@ class VllmOmniEngine:
             with self._awake():
                 velocity = self._velocity()
             start = probe.Velocities(engine=velocity, actor=actor_probe.start)
-            self._moves = probe.MoveCheck(start, disagreement=probe.disagreement(config))
+            self._moves = probe.MoveCheck(
+                start, rounding=actor_probe.rounding, largest_gap=actor_probe.largest_gap
+            )
         except BaseException:
             self.close()
             raise
@@ -112,8 +118,8 @@ class VllmOmniEngine:
         """See `RolloutEngine.sync`.
 
         Raises:
-            BackendError: the engine refused the weights, holds others, or its velocity did not change as the actor's
-                did.
+            BackendError: the engine refused the weights or holds others; or no digest tells which it holds, and its
+                velocity did not change as the actor's did.
         """
         self._history.append(weights)
         if self._history[0] is not self._loaded:
@@ -127,15 +133,31 @@ class VllmOmniEngine:
     def _load(self, weights: Weights) -> None:
         with self._awake():
             if self.weight_sync == "merged":
-                self._load_transformer(weights.tensors)
+                is_proven = self._load_transformer(weights.tensors)
             else:
                 self._load_adapter(weights.tensors)
+                is_proven = True  # by the digests below
             velocity = self._velocity()
             self._check_adapter()
-        self._moves.check(probe.Velocities(engine=velocity, actor=self._probe.velocity(weights)))
+        moves = self._moves.contradiction(
+            probe.Velocities(engine=velocity, actor=self._probe.velocity(weights))
+        )
+        if moves is not None and not is_proven:
+            raise BackendError(
+                f"a sync that did not take effect: {moves}; the engine still samples with other weights: try "
+                "rollout.engine.weight_sync=lora_tensors, or lora_path"
+            )
+        if moves is not None and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the engine holds the weights that were sent, as their digests tell, and computes otherwise with "
+                "them: %s; flowcorr doctor says how",
+                moves,
+            )
         self._loaded = weights
 
-    def _load_transformer(self, tensors: Mapping[str, Tensor]) -> None:
+    def _load_transformer(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Load the merged weights; returns whether a digest proves that the engine holds them."""
         emulate = self.config.rollout.emulate
         expected = 0
 
@@ -148,7 +170,7 @@ class VllmOmniEngine:
 
         for bucket in adapter.buckets(rounded(), self._dtype):
             self.client.rpc("flowcorr_transformer", tensors=bucket)
-        self._check_transformer(expected)
+        return self._check_transformer(expected)
 
     def _load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         lora = self.config.model.lora
@@ -196,7 +218,7 @@ class VllmOmniEngine:
                 "rollout.engine.weight_sync=merged, or lora_path, and check that no request names another adapter"
             )
 
-    def _check_transformer(self, expected: int) -> None:
+    def _check_transformer(self, expected: int) -> bool:
         """Check by a digest that the engine's parameters changed since the last sync as those that were sent.
 
         Parameters that the engine alone has cancel in the change. Workers that share a transformer have parameters in
@@ -205,17 +227,22 @@ class VllmOmniEngine:
         Args:
             expected: the digest of all tensors that were sent.
 
+        Returns:
+            Whether the digest tells: not at the first sync, nor of several workers.
+
         Raises:
             BackendError: they did not.
         """
         workers = self.client.rpc("flowcorr_held_transformer")
         own = workers[0]["digest"] - expected
-        if len(workers) == 1 and self._own_digest is not None and (own - self._own_digest) % 2**64:
+        tells = len(workers) == 1 and self._own_digest is not None
+        if tells and (own - self._own_digest) % 2**64:
             raise BackendError(
                 "a sync that did not take effect: the engine's parameters are not those that were sent; try "
                 "rollout.engine.weight_sync=lora_tensors, or lora_path"
             )
         self._own_digest = own
+        return tells
 
     def _velocity(self) -> Tensor:
         """The engine's velocity at the probe's point, under the weights that are loaded."""

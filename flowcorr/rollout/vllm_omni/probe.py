@@ -7,7 +7,7 @@ neither a text encoder nor the actor's transformer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -20,13 +20,15 @@ from flowcorr.models import DTYPES, Conditioning, Guidance, ModelFamily, Samplin
 from flowcorr.records import Prompt
 from flowcorr.references import Reference
 from flowcorr.rollout.base import Weights
-from flowcorr.rollout.precision import coarse_weights
+from flowcorr.rollout.precision import usual_gap
 
 PROMPT = "cat"
 LARGEST_GAP = 0.25  # largest relative difference of the velocities of two stacks with the same model
-# By the engine's dtype, see `MoveCheck`.
-DISAGREEMENT = {"float32": (2e-6, 1e-3), "float16": (2.5e-4, 0.01), "bfloat16": (2e-3, 0.05)}
-COARSE = 0.2  # the second number for quantized weights
+# Times the actor's rounding, or the gap before training if that is larger. Changes of clean engines differ by half of
+# the actor's change and at most .82 of its rounding: nine families in bfloat16, guidance 1 and 4, adapters beside the
+# weights and merged, changes that are all rounding and up to 40 times as large (seeds 100 to 102); float32 stays far
+# below. A lost sync is seen where the actor's change is above three times its rounding, 1.5 to 7 % of the velocity.
+NOISE = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,12 +83,6 @@ def probe_point(
     )
 
 
-def disagreement(config: Config) -> tuple[float, float]:
-    """Smallest and largest relative difference to expect between the velocities of engine and actor."""
-    least, most = DISAGREEMENT[config.rollout.dtype]
-    return least, COARSE if coarse_weights(config) else most
-
-
 @torch.no_grad()
 def actor_velocity(family: ModelFamily, tensors: Mapping[str, Tensor], point: ProbePoint) -> Tensor:
     """The actor's velocity with `tensors` in place of the transformer's current ones."""
@@ -124,6 +120,14 @@ class ActorProbe(Protocol):
     def start(self) -> Tensor:
         """The actor's velocity `[*L]` under the weights with which the engine starts."""
 
+    @property
+    def rounding(self) -> float:
+        """How far rounding takes the actor's velocity, as a share of it."""
+
+    @property
+    def largest_gap(self) -> float:
+        """The largest relative difference of both velocities that their precision explains."""
+
     def velocity(self, weights: Weights) -> Tensor:
         """The actor's velocity `[*L]` under `weights`."""
 
@@ -153,6 +157,11 @@ class ComputedProbe:
             family, guidance, family.in_dtype(plan.schedule, dtype), plan.latent_shape, references
         )
         self.start = actor_velocity(family, untrained(tensors), self.point)
+        # The last bit of all latents: what else changes is as small, so that nearly all of it is another rounding.
+        next_to_it = self.point.latents * (1 + torch.finfo(family.dtype).eps)
+        other = actor_velocity(family, untrained(tensors), replace(self.point, latents=next_to_it))
+        self.rounding = Velocities(engine=other, actor=self.start).gap()
+        self.largest_gap = usual_gap(config, family.amplification(plan.guidance))
 
     def velocity(self, weights: Weights) -> Tensor:
         """See `ActorProbe`."""
@@ -160,7 +169,9 @@ class ComputedProbe:
 
     def shipped(self) -> ShippedProbe:
         """The probe for engines in other processes; they get each velocity with the weights."""
-        return ShippedProbe(point=self.point, start=self.start)
+        return ShippedProbe(
+            point=self.point, start=self.start, rounding=self.rounding, largest_gap=self.largest_gap
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -169,6 +180,8 @@ class ShippedProbe:
 
     point: ProbePoint
     start: Tensor
+    rounding: float
+    largest_gap: float
 
     def velocity(self, weights: Weights) -> Tensor:
         """See `ActorProbe`."""
@@ -184,14 +197,15 @@ class MoveCheck:
 
     Args:
         start: both velocities before the first sync.
-        disagreement: smallest and largest relative difference to expect, see `disagreement`. The smallest matters
-            where kernels agree to the bit on the untrained weights, and no longer do with an adapter.
+        rounding: see `ActorProbe`. Kernels may agree to the bit on the untrained weights, and no longer do with an
+            adapter, so that the gap of `start` does not tell.
+        largest_gap: likewise; a larger one of `start` is no measure of precision.
 
     Raises:
         BackendError: the velocities differ too much to come from the same model.
     """
 
-    def __init__(self, start: Velocities, *, disagreement: tuple[float, float]) -> None:
+    def __init__(self, start: Velocities, *, rounding: float, largest_gap: float) -> None:
         start.check_finite()
         if not start.gap() <= LARGEST_GAP:
             raise BackendError(
@@ -199,24 +213,31 @@ class MoveCheck:
                 "models, or sample differently; compare model.path and rollout.engine, and run flowcorr doctor"
             )
         self._anchor = start
-        least, most = disagreement
-        self._noise = min(max(start.gap(), least), most) * float(start.actor.norm())
+        self._noise = NOISE * max(min(start.gap(), largest_gap), rounding) * float(start.actor.norm())
 
-    def check(self, reached: Velocities) -> None:
-        """Compare the changes since the last conclusive check.
+    def contradiction(self, reached: Velocities) -> str | None:
+        """Compare the changes since the last conclusive comparison.
+
+        Returns:
+            How the engine's velocity changed otherwise than the actor's, in words; None where it did not, or where both
+            changes are too small to tell.
 
         Raises:
-            BackendError: the engine's velocity did not change as the actor's did, or one is not finite.
+            BackendError: a velocity is not finite.
         """
         reached.check_finite()
         engine, actor = reached.engine - self._anchor.engine, reached.actor - self._anchor.actor
-        moved, off = float(actor.norm()), float((engine - actor).norm())
-        if not off <= 0.5 * moved + 2 * self._noise:
-            scale = float(self._anchor.actor.norm())
-            raise BackendError(
-                f"a sync that did not take effect: the actor's velocity changed by {moved / scale:.2e} (relative), the "
-                f"engine's by {float(engine.norm()) / scale:.2e}, and the two changes differ by {off / scale:.2e}; the "
-                "engine still samples with other weights: try rollout.engine.weight_sync=merged, or lora_path"
-            )
-        if moved > 4 * self._noise:
+        moved, off, scale = (
+            float(actor.norm()),
+            float((engine - actor).norm()),
+            float(self._anchor.actor.norm()),
+        )
+        differs = not off <= 0.5 * moved + self._noise
+        if differs or moved > 2 * self._noise:
             self._anchor = reached
+        if not differs:
+            return None
+        return (
+            f"the actor's velocity changed by {moved / scale:.2e} (relative), the engine's by "
+            f"{float(engine.norm()) / scale:.2e}, and the two changes differ by {off / scale:.2e}"
+        )

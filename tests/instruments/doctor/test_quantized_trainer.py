@@ -42,7 +42,7 @@ def test_quantization_is_named_with_its_size_and_is_no_fault(beside, quantizatio
     finding = finding_of(report, "weights")
     assert finding.level == "healthy"
     assert finding.numbers["model.quantization"] == quantization
-    assert finding.numbers["limit"] == usual_gap(run.config, distilled=False)
+    assert finding.numbers["limit"] == usual_gap(run.config)
     assert finding.numbers["value"] > {"int8": 2e-3, "nf4": 0.03}[quantization]
 
 
@@ -95,8 +95,8 @@ def test_replays_and_health_rules_know_the_gap():
     config = load(
         "tiny_ocr_lora", ["rollout.name=vllm_omni", "rollout.emulate=none", "model.quantization=nf4"]
     )
-    usual = usual_gap(config, distilled=False)
-    units = units_of(config, None)
+    usual = usual_gap(config)
+    units = units_of(config, {})
     for gap, rules in ((0.9 * usual, []), (1.1 * usual, ["replay_window"])):
         assert [
             finding.cause for finding in examine_step({"rollout_corr/replay/window": gap}, units)

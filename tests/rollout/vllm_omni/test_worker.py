@@ -5,6 +5,7 @@ import torch
 
 from flowcorr.errors import BackendError
 from flowcorr.rollout.vllm_omni import adapter
+from flowcorr.rollout.vllm_omni.probe import ComputedProbe
 
 pytestmark = [pytest.mark.vllm_omni, pytest.mark.filterwarnings("ignore")]
 
@@ -55,6 +56,28 @@ def test_a_sync_that_changes_nothing_is_an_error(stack, monkeypatch):
     monkeypatch.setattr(adapter, "peft_tensors", lambda tensors, layer_suffix: old)
     with pytest.raises(BackendError, match="did not take effect"):
         stack.sync()
+
+
+@pytest.mark.parametrize("weight_sync", ["lora_tensors", "merged"])
+def test_weights_whose_digests_agree_are_not_accused(weight_sync, start, monkeypatch, caplog):
+    """Another velocity than the actor's warns, once; a first sync of merged weights has no digest to compare with."""
+    stack = start("sd3", rollout={"engine": {"weight_sync": weight_sync}})
+    stack.stir()
+    stack.sync()
+    velocity = ComputedProbe.velocity
+    monkeypatch.setattr(ComputedProbe, "velocity", lambda probe, weights: -velocity(probe, weights))
+    with caplog.at_level("WARNING", logger="flowcorr"):
+        for seed in (1, 2):
+            stack.stir(seed=seed)
+            stack.sync()
+    assert len(caplog.messages) == 1
+    monkeypatch.setattr(stack.engine, "_own_digest", None)
+    stack.stir(seed=3)
+    if weight_sync == "lora_tensors":
+        stack.sync()
+    else:
+        with pytest.raises(BackendError, match="did not take effect"):
+            stack.sync()
 
 
 def in_bfloat16(start, weight_sync):

@@ -147,8 +147,9 @@ def _errors(exam: Exam) -> _Errors | None:
     if rounds_apart(config) or config.model.dtype == "float32" or not precision.fits(actor.family, copies=1):
         return None
     rollout = replace(trial.rollout, conditioning=precision.in_float32(trial.rollout.conditioning))
+    guidance = actor.guidance  # as both stacks computed with it: its rounding is no error of either
     with actor.weights.swapped(exam.trials.bare_weights.tensors), precision.actor_in_float32(actor):
-        exact = score_means(actor, rollout)
+        exact = score_means(actor, rollout, guidance=guidance)
     return _Errors(
         engine=velocity_gap(trial.engine_means, exact, trial.still),
         actor=velocity_gap(trial.means, exact, trial.still),

@@ -1,10 +1,14 @@
+import copy
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import tiny_pipelines
 import torch
 from instruments.doctor.faults import (
     GUIDED,
+    SHORT,
+    SMALL,
     WHOLE,
     another_checkpoint,
     assert_named,
@@ -15,6 +19,7 @@ from instruments.doctor.faults import (
     separate,
 )
 
+from flowcorr.instruments.doctor import examine
 from flowcorr.instruments.doctor.checks.weights import check_lora
 from flowcorr.instruments.doctor.trials import Trial
 from flowcorr.rollout import InProcessEngine
@@ -125,6 +130,35 @@ def test_how_much_of_a_change_arrives_is_known_as_well_as_precision_allows(preci
     )
     config = SimpleNamespace(model=SimpleNamespace(lora=SimpleNamespace(rank=4)))
     assert check_lora(SimpleNamespace(config=config, trials=trials, usual_gap=precision)).level == status
+
+
+@pytest.fixture(scope="module")
+def distilled_run(make_config, tmp_path_factory):
+    """A model with guidance as an input, which bfloat16 rounds from 3 to 3.008."""
+    height, width = tiny_pipelines.FLUX_SIZE
+    path = tiny_pipelines.build_tiny_flux(tmp_path_factory.mktemp("flux"), torch.bfloat16)
+    config = make_config(
+        model={"path": str(path), "max_sequence_length": 16, "dtype": "bfloat16"},
+        sampling={**SHORT, "height": height, "width": width, "guidance_scale": 3.0},
+        rollout={**SMALL, "dtype": "bfloat16"},
+    )
+    _, actor, engine, conditioning = tiny_pipelines.connect(config, ["cat", "dog"])
+    tiny_pipelines.stir(actor)
+    engine.sync(actor.weights.snapshot())
+    return actor, engine, conditioning
+
+
+def test_guidance_that_both_stacks_round_alike_is_no_error_of_either(distilled_run, monkeypatch):
+    actor, engine, conditioning = distilled_run
+    assert actor.guidance.guidance_scale == 3.008
+    assert examine(actor, engine, conditioning, float32=False).causes() == []
+    velocity = engine.family.velocity
+    monkeypatch.setattr(engine, "family", copy.copy(engine.family))
+    monkeypatch.setattr(engine.family, "velocity", lambda *arguments: 1.015 * velocity(*arguments))
+    report = examine(actor, engine, conditioning, float32=False)
+    assert report.causes() == ["weights"]
+    finding = finding_of(report, "weights")
+    assert finding.numbers["value"] > 2 * finding.numbers["limit"]
 
 
 def test_a_fresh_adapter_that_never_arrives(small_run):
