@@ -14,7 +14,7 @@ from torch import Tensor
 from flowcorr import distributed, sde
 from flowcorr.actor.passes import Passes, passes_of
 from flowcorr.actor.weights import TrainedWeights
-from flowcorr.config.schema import Config
+from flowcorr.config.schema import Config, SamplingConfig
 from flowcorr.errors import BatchError
 from flowcorr.models import DTYPES, Guidance, ModelFamily
 from flowcorr.models.base import repeated_blocks
@@ -51,8 +51,11 @@ class Scorer:
     @property
     def guidance(self) -> Guidance:
         """Guidance of the run's sampling: part of the policy, as an engine of `rollout.dtype` computes with it."""
-        guidance = Guidance.of(self.config.sampling)
-        return self.family.guidance_in_dtype(guidance, DTYPES[self.config.rollout.dtype])
+        return self.guidance_of(self.config.sampling)
+
+    def guidance_of(self, sampling: SamplingConfig) -> Guidance:
+        """The guidance that `sampling` states, as an engine of `rollout.dtype` computes with it."""
+        return self.family.guidance_in_dtype(Guidance.of(sampling), DTYPES[self.config.rollout.dtype])
 
     def score(self, rollout: Rollout, *, guidance: Guidance | None = None) -> Scores:
         """Score every step of `rollout` under the current policy, with gradients.

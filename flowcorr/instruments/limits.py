@@ -31,7 +31,7 @@ class Units:
         densities: whether log-probs are densities, so that their differences bound the distance of the step means.
         usual_gap: the largest gap of both stacks' velocities that their precision explains.
         usual_distance: the largest distance of both stacks' step means, in stds, that their precision explains.
-        rounding: by residual, the largest size that rounding explains.
+        rounding: by rule, the largest value that rounding explains.
         rows: the metrics, with the rules that judge them.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -18,7 +19,7 @@ from flowcorr.instruments.metrics.metric import NATS, Rule
 from flowcorr.instruments.metrics.table import rows_of
 from flowcorr.instruments.replicas import ReplicaMonitor
 from flowcorr.instruments.setting import Setting
-from flowcorr.rollout.precision import usual_gap
+from flowcorr.rollout.precision import image_limit_of, usual_gap
 from flowcorr.rollout.step_distance import step_distance
 from flowcorr.trainer.residuals import RESIDUALS
 
@@ -42,7 +43,10 @@ def units_of(config: Config, logged: Mapping[str, Any]) -> Units:
         units_of_setting(setting, num_elements, num_terms=num_terms(config)),
         usual_gap=gap,
         rows=rows_of(config),
-        rounding={residual.name: residual.limit(config, gap) for residual in RESIDUALS},
+        rounding={
+            "replay_decode": image_limit_of(config),
+            **{residual.name: residual.limit(config, gap) for residual in RESIDUALS},
+        },
     )
     if num_elements is None or setting.staleness:
         return units
@@ -219,7 +223,7 @@ def _examine(rule: Rule, metrics: Mapping[str, Any], units: Units) -> Finding | 
         level=_level(rule, value, units),
         sentence=f"{rule.what} is {'below' if value < low else 'above'} its limit",
         numbers=_judged(metric, value, threshold) | _noise(rule, metrics, units),
-        remedy=_advice(rule, units),
+        remedy=_advice(rule, units, value),
     )
 
 
@@ -251,7 +255,12 @@ def _level(rule: Rule, value: float, units: Units) -> Level:
     return "serious" if value > rule.serious else "warning"
 
 
-def _advice(rule: Rule, units: Units) -> str:
+def _advice(rule: Rule, units: Units, value: float) -> str:
+    if rule.name == "replay_decode" and value == math.inf:
+        return (
+            "the trainer's own decoder gives pixels that are not finite: check the files of its VAE, and where "
+            "model.dtype is not float32, try that"
+        )
     if rule.name == "clip_noise" and not units.bypass:
         return (
             "where old log-probs are recomputed, ratios start at 1, and reinforce does not clip; in bypass mode with "

@@ -19,6 +19,8 @@ Merge: TypeAlias = "Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]
 """Trained tensors -> the transformer's weights under diffusers' names, adapters merged, see `lora.merged_weights`."""
 OnImages: TypeAlias = "Callable[[Images], None]"
 """Called with the images of some samples as soon as they are decoded, in the order of the samples."""
+AS_SENT = "as sent"
+"""The fact `weights` of an engine that knows by digests that it samples with the weights of the last sync."""
 
 
 def ignore_images(images: Images) -> None:
@@ -46,8 +48,8 @@ class RolloutEngine(Protocol):
     """Samples trajectories; its weights change only by `sync`.
 
     An engine may also have `describe() -> Mapping[str, str]`, plain facts for a report, such as
-    `{"attention": "FLASH_ATTN", "dtype": "bfloat16"}`, and `in_float32()`, a context in which it computes without
-    rounding, for `flowcorr doctor`.
+    `{"attention": "FLASH_ATTN", "dtype": "bfloat16", "weights": AS_SENT}`, and `in_float32()`, a context in which it
+    computes without rounding, for `flowcorr doctor`.
     """
 
     @property

@@ -27,15 +27,32 @@ def find_broken(
     lost = ~torch.stack([part.isfinite().flatten(1).all(1) for part in latents]).all(0)
     undecoded = ~finite_images.to(lost.device) & ~lost
     diverged = (
-        f"its latents are not finite: the weights have diverged, or {samples_in} overflows; lower actor.lr or use "
-        "another dtype in a new run"
+        f"its latents are not finite: {overflow('the weights have diverged', samples_in)}; lower actor.lr"
+        f"{_other_dtype(samples_in)} in a new run"
     )
     overflowed = (
-        f"its latents are finite and its decoded pixels are not: the VAE overflows in {decodes_in}, or its weights are "
-        "damaged; check the model's files, or use another dtype in a new run"
+        "its latents are finite and its decoded pixels are not: "
+        f"{overflow('the weights of the VAE are damaged', decodes_in)}; check the model's files"
+        f"{_other_dtype(decodes_in)}"
     )
     causes = dict.fromkeys(lost.nonzero().flatten().tolist(), diverged)
     return causes | dict.fromkeys(undecoded.nonzero().flatten().tolist(), overflowed)
+
+
+def overflow(fault: str, computes_in: str) -> str:
+    """Why numbers are not finite, in words; float32 has room for all that a healthy model computes.
+
+    Args:
+        fault: what is wrong where the dtype is not.
+        computes_in: key and value of the dtype, such as `model.dtype=float16`.
+    """
+    if computes_in.endswith("=float32"):
+        return f"{fault}, since numbers overflow even in {computes_in}"
+    return f"numbers overflow in {computes_in}, or {fault}"
+
+
+def _other_dtype(computes_in: str) -> str:
+    return "" if computes_in.endswith("=float32") else ", or use another dtype"
 
 
 def decoder_dtype(config: Config) -> str:

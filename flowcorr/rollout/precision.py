@@ -52,6 +52,12 @@ ROUNDINGS: Mapping[str, Rounding] = {
 # An engine outside this process may have other kernels and settings: TF32 in its convolutions gives up to 1e-3, so a
 # third of that passes.
 OTHER_PROCESS = Rounding(plain=1.7e-4, guided=1.7e-4)
+# The largest error of an image beside the same decoder in float32, mean absolute difference in grey levels of 255: of a
+# decoder of FLUX.1's size with random weights, whose pixels spread by 60 levels (seed 0); the embedded model's has .6
+# of it and more. That of float32 is TF32, in which an engine outside this process may compute convolutions.
+IMAGE_ROUNDINGS: Mapping[str, float] = {"float32": 0.05, "float16": 0.09, "bfloat16": 0.66}
+SAME_IMAGE = 0.1  # grey levels: kernels of one precision move few pixels across a whole level
+_IMAGE_MARGIN = 1.5  # two decoders that round independently differ by 1.4 times the error of one
 
 
 def coarse_weights(config: Config) -> set[str]:
@@ -95,3 +101,23 @@ def usual_gap(config: Config, scale: float | None = None) -> float:
         scale = max(config.sampling.guidance_scale, config.sampling.true_cfg_scale)
     largest = MARGIN * max(rounding.at(scale) for rounding in roundings)
     return min(max(largest, NO_GAP), LARGEST_GAP)
+
+
+def image_limit(*dtypes: str, rounding: float = 0.0) -> float:
+    """The largest mean difference of an image from another decoder's image of the same latents, by rounding alone.
+
+    Args:
+        dtypes: of both decoders.
+        rounding: the largest error of this model's decoder, where it was measured instead.
+
+    Returns:
+        Grey levels of 255.
+    """
+    return SAME_IMAGE + _IMAGE_MARGIN * max(rounding, *(IMAGE_ROUNDINGS[name] for name in dtypes))
+
+
+def image_limit_of(config: Config) -> float:
+    """`image_limit` of a run: an engine in this process decodes with the trainer's VAE."""
+    engine = ENGINES.get(config.rollout.name)
+    decodes_itself = engine is None or engine.own_processes
+    return image_limit(config.model.dtype, config.rollout.dtype if decodes_itself else config.model.dtype)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from flowcorr.config.engines import ENGINES
 from flowcorr.config.schema import Config
-from flowcorr.rollout.precision import coarse_weights
+from flowcorr.rollout.precision import coarse_weights, image_limit_of
 
 PREFIX = "rollout_corr/residual/"
 UNSEEN = "/unseen"
@@ -138,7 +138,7 @@ RESIDUALS = (
         name="image_error",
         what="mean difference of images from the trainer's decoding of their latents",
         unit="grey levels of 255",
-        limit=_of_images(0.5, 0.9),
+        limit=lambda config, gap: image_limit_of(config),
         remedy=_IMAGES,
     ),
     Residual(

@@ -57,8 +57,8 @@ def test_latents_come_before_pixels():
     images = torch.tensor([True, False, False, True])
     broken = find_broken([torch.zeros(4, 5), latents], images, samples_in="rollout.dtype=a", decodes_in="b")
     assert sorted(broken) == [1, 2, 3]
-    assert all("rollout.dtype=a overflows" in broken[place] for place in (1, 3))
-    assert "overflows in b" in broken[2]
+    assert all("overflow in rollout.dtype=a" in broken[place] for place in (1, 3))
+    assert "overflow in b" in broken[2]
 
 
 def test_the_decoder_is_that_of_the_process_that_samples():

@@ -2,7 +2,15 @@
 
 import pytest
 
-from flowcorr.rollout.precision import LARGEST_GAP, MARGIN, NO_GAP, OTHER_PROCESS, ROUNDINGS, usual_gap
+from flowcorr.rollout.precision import (
+    LARGEST_GAP,
+    MARGIN,
+    NO_GAP,
+    OTHER_PROCESS,
+    ROUNDINGS,
+    image_limit_of,
+    usual_gap,
+)
 
 
 @pytest.mark.parametrize(
@@ -50,3 +58,20 @@ def test_stacks_in_float32_agree_to_what_is_no_gap_at_all(make_config):
 def test_no_precision_excuses_another_model(make_config):
     config = make_config(rollout={"emulate": "int4"}, sampling={"guidance_scale": 20.0})
     assert usual_gap(config) == LARGEST_GAP
+
+
+def test_images_are_judged_by_the_dtypes_in_which_both_stacks_decode(make_config):
+    bfloat16, outside = {"dtype": "bfloat16"}, {"name": "vllm_omni"}
+    limits = [
+        image_limit_of(make_config(model=model, rollout=rollout))
+        for model, rollout in (
+            ({}, {}),
+            ({}, outside),
+            ({}, bfloat16),  # decoded by the trainer's VAE
+            ({}, outside | bfloat16),
+            (bfloat16, outside),
+            (bfloat16, bfloat16),
+        )
+    ]
+    assert limits[0] == limits[1] == limits[2] < 1.4  # grey levels of a decoder a twentieth off
+    assert limits[0] < limits[3] == limits[4] == limits[5] < 1.4

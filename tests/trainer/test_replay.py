@@ -234,6 +234,15 @@ def test_a_decoder_of_the_trainer_that_overflows_is_named(make_training):
     assert judged(run, values) == ["replay_decode"]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("factor", [0.95, 1.05])
+def test_a_decoder_a_twentieth_off_is_named_in_every_precision(factor, dtype, make_training):
+    run = make_training(path="tiny_ocr", model={"dtype": dtype}, dtype=dtype)
+    assert named(run) == []
+    vae_configured(lambda vae: {"scaling_factor": factor * vae.scaling_factor})(run.engine)
+    assert named(run) == ["replay_decode"]
+
+
 def test_noise_that_nobody_seeded_is_told_from_faults(make_training):
     run = make_training()
     run.engine.seed += 1

@@ -29,7 +29,7 @@ def test_each_residual_is_explained_and_judged(make_config):
     [
         (
             {"model": {"dtype": "bfloat16"}},
-            {"velocity_length", "velocity_common", "path_before", "path_after"},
+            {"velocity_length", "velocity_common", "path_before", "path_after", "image_error"},
         ),
         (
             {"rollout": {"emulate": "fp8"}},

@@ -214,7 +214,7 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
         return score_trial(actor, draw(range(count), training_step))
 
     def withheld(base: Trial) -> Iterator[tuple[str, Trial]]:
-        if base.velocity_gap() <= usual_gap(actor.config, distilled=actor.family.distills_guidance):
+        if base.velocity_gap() <= usual_gap(actor.config, actor.family.amplification(actor.guidance)):
             return
         with contextlib.suppress(BackendError, KeyError):  # an engine may demand them
             if REFERENCES in conditioning:

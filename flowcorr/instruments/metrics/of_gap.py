@@ -218,16 +218,14 @@ DRIFT = under(
     row(
         "replay/decode",
         "Replay: largest mean difference of an image from the training stack's decoding of its final "
-        "latents.",
+        "latents; healthy up to what the dtypes of both decoders explain.",
         "grey levels of 255",
         chart=Drawn(section="replay", title="Decoder", remark="grey levels of 255, worst image"),
         rule=Rule(
             name="replay_decode",
             what="difference of an image from the trainer's decoding of its latents, in grey levels of 255,",
-            high=3.0,
-            advice="if it is infinite, the trainer's own decoder overflows: its VAE needs another dtype. Else the "
-            "decoder is at fault, or images and latents of different samples are paired: compare the "
-            "VAEs, their scaling and shift, and the order of images in a batch",
+            advice="the engine's decoder is not the trainer's, or images and latents of different samples are paired: "
+            "compare the VAEs, their scaling and shift, and the order of images in a batch",
         ),
     ),
     row(

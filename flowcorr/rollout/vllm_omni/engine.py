@@ -21,7 +21,7 @@ from flowcorr.devices import empty_cache
 from flowcorr.errors import BackendError
 from flowcorr.models import DTYPES, ModelFamily, SamplingPlan, resolve_path
 from flowcorr.records import Rollout, Window
-from flowcorr.rollout.base import Merge, OnImages, Weights, ignore_images
+from flowcorr.rollout.base import AS_SENT, Merge, OnImages, Weights, ignore_images
 from flowcorr.rollout.emulate import round_weight
 from flowcorr.rollout.vllm_omni import adapter, environment, probe
 from flowcorr.rollout.vllm_omni.client import OmniClient
@@ -354,8 +354,9 @@ class VllmOmniEngine:
     # Lifecycle -------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, str]:
-        """The attention backend and dtype of the engine's first worker."""
-        return dict(self.client.rpc("flowcorr_facts")[0])
+        """The attention backend and dtype of the engine's first worker, and whether digests prove its adapter."""
+        held = {} if self.weight_sync == "merged" else {"weights": AS_SENT}
+        return {**self.client.rpc("flowcorr_facts")[0], **held}
 
     def close(self) -> None:
         """Stop the engine's processes."""

@@ -15,20 +15,16 @@ from flowcorr.instruments.doctor.findings import failed, judged, passed, skipped
 from flowcorr.instruments.doctor.reference_inputs import without_scaling
 from flowcorr.instruments.finding import Finding
 from flowcorr.models import DTYPES, ModelFamily
+from flowcorr.rollout.precision import image_limit
 from flowcorr.rollout.sampler import decode
 
-# Grey levels of 255. Images are whole levels, of which kernels of float32 move few. In lower precision the limit is
-# measured on the actor's decoder: in bfloat16 the embedded model's rounds by .2, and JPEG of quality 95 changes 1.5.
-SAME_IMAGE = 0.1
-MARGIN = 2.0
 WARN_MARGIN = 1.25
 IMAGE_ROUNDING = 0.5
 # An image belongs to another sample where it is much closer to that one, and as close as images usually are to their
 # own: a group's images are all alike.
 SWAPPED = 0.5  # ratio of distances
 CLOSE = 3.0  # times the usual distance
-# Of captured images: float32 decoders agree to the rounding to whole levels, and those of half precision to this.
-LIMITS = {"float32": 1.0, "float16": 2.0, "bfloat16": 4.0}
+CUT = 0.5  # grey levels that a captured loop loses which cuts pixels to whole levels instead of rounding them
 BY_SAMPLE = ("swapped_images", "images_of_step_before")  # some of the samples may have it alone
 
 
@@ -39,10 +35,9 @@ def check_images(exam: Exam) -> Finding:
     expected, finite, rounding = _expected(exam.actor.family, rollout.final_latents, exam)
     if not bool(finite.all()):
         return failed(
-            f"the actor decodes {int((~finite).sum())} of {len(finite)} images to pixels that are not finite, and the "
-            "engine does not say so of its own",
-            f"the VAE overflows in model.dtype={exam.config.model.dtype}, or its weights are damaged: try float32 "
-            "there, and return Rollout.finite_images",
+            f"the actor decodes {int((~finite).sum())} of {len(finite)} images in float32 to pixels that are not "
+            "finite, and the engine does not say so of its own",
+            "the weights of the VAE are damaged: check the model's files, and return Rollout.finite_images",
             images=len(finite),
             not_finite=int((~finite).sum()),
         )
@@ -68,7 +63,9 @@ def check_images(exam: Exam) -> Finding:
             sample=worst,
             has_image_of=other,
         )
-    limit = SAME_IMAGE + MARGIN * rounding
+    # In lower precision the limit is measured on the actor's decoder: in bfloat16 the embedded model's rounds by .2,
+    # and JPEG of quality 95 changes 1.5.
+    limit = image_limit("float32", rounding=rounding)
     largest, signed = float(own.max()), (found - expected).flatten(0, -2).mean(0).tolist()
     message = (
         f"images differ by up to {largest:.2g} grey levels of 255 from the actor's of the same final latents, by "
@@ -134,13 +131,16 @@ def check_captured_images(captured: Captured) -> Finding:
     if final is None:
         return skipped("cannot tell", "capture final_latents")
     images = _pixels(stack.samples)
-    limit = LIMITS[stack.samples.dtype or "bfloat16"]
+    dtypes = stack.samples.dtype or "bfloat16", str(stack.family.dtype).removeprefix("torch.")
+    limit = CUT + image_limit(*dtypes)
     images_of, finite = decode(stack.family, final)
     if not bool(finite.all()):
         return skipped(
             "cannot tell: the captured latents decode to pixels that are not finite",
-            "the VAE overflows in the dtype of this replay, or its weights are damaged: give --model a recipe "
-            "of model.dtype: float32, or check the model's files",
+            "the weights of the VAE are damaged: check the model's files"
+            if stack.family.dtype == torch.float32
+            else "the VAE overflows in the dtype of this replay, or its weights are damaged: give --model a recipe of "
+            "model.dtype: float32, or check the model's files",
         )
     decoded = images_of.cpu().float()
     table = _distances(decoded, images) / limit  # [decoded, captured]

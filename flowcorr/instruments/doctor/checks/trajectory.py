@@ -13,7 +13,7 @@ from flowcorr.instruments.doctor.trials import TRAINING_STEP, asked_windows
 from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.gap_words import percent
 from flowcorr.rollout import witnesses
-from flowcorr.rollout.broken import decoder_dtype
+from flowcorr.rollout.broken import decoder_dtype, overflow
 
 STD_TOLERANCE = 1e-4  # float32 stds agree within 1e-7; a noise level of 0.8 instead of 0.7 gives 0.14
 
@@ -35,9 +35,16 @@ def check_finite(exam: Exam) -> Finding:
             ("actor", (trial.means, trial.log_probs)),
         ):
             if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+                config = exam.config
+                dtype = (
+                    f"rollout.dtype={config.rollout.dtype}"
+                    if who == "engine"
+                    else f"model.dtype={config.model.dtype}"
+                )
                 return failed(
                     f"the {who} returns values that are not finite",
-                    remedy=f"the {who}'s dtype overflows, or its weights are broken: try float32 there",
+                    remedy=f"{overflow('its weights are damaged', dtype)}: check the model's files and the "
+                    "adapter",
                     side=who,
                 )
         undecoded = trial.rollout.finite_images
@@ -46,8 +53,8 @@ def check_finite(exam: Exam) -> Finding:
             return failed(
                 f"the engine's latents are finite, and the pixels decoded from them are not: {len(bad)} of "
                 f"{len(undecoded)} images, the first is that of sample {bad[0]}",
-                remedy=f"its VAE overflows in {decoder_dtype(exam.config)}, or its weights are damaged: try float32 "
-                "there, or check the model's files",
+                remedy=overflow("the weights of its VAE are damaged", decoder_dtype(exam.config))
+                + ": check the model's files",
                 images=len(undecoded),
                 not_finite=len(bad),
                 first_sample=bad[0],

@@ -14,7 +14,7 @@ from flowcorr.instruments.doctor.other_inputs import named
 from flowcorr.instruments.doctor.trials import score_means, velocity_gap
 from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.gap_words import percent, two_digits
-from flowcorr.rollout.base import attention_name
+from flowcorr.rollout.base import AS_SENT, attention_name
 from flowcorr.rollout.precision import MARGIN, NO_GAP, rounds_apart, trainer_quantization
 
 # Missing share of a change of weights: up to 0.02 with all layers bound (0.08 for a random FLUX in bfloat16), 0.55 with
@@ -25,6 +25,7 @@ ALONG_CHANGE = 0.2
 # Of the actor's own rounding error, how large may the engine's be? Clean bfloat16 gives .98 to 1.01, an attention head
 # at zero 2.3, guidance 5 % stronger 1.5.
 ROUNDING_FAIL = 1.5
+PLAIN = ("SDPA", "TORCH_SDPA")  # names of plain attention, as engines give it
 
 
 @runtime_checkable
@@ -90,6 +91,13 @@ def check_weights(exam: Exam) -> Finding:
             f"up to {percent(usual)}"
         )
     side = "engine" if quantization == "none" else "trainer"
+    by_length = trial.fit(trial.still)  # towards a velocity of 0
+    if gap > usual and by_length.share >= EXPLAINED:
+        numbers["velocity_factor"] = 1 - by_length.factor
+        message += (
+            f"; the engine's are {1 - by_length.factor:.4g} times the actor's, which is {percent(by_length.share)} of "
+            "the gap"
+        )
     errors = None if gap <= NO_GAP else _errors(exam)
     if errors is not None and errors.engine > ROUNDING_FAIL * errors.actor:
         return failed(
@@ -103,10 +111,7 @@ def check_weights(exam: Exam) -> Finding:
         )
     limit = largest_gap(usual)
     coarse = gap <= limit
-    remedy = (
-        "compare model.path, revision and variant of both stacks, and the engine's quantization; guidance in the "
-        "engine alone has the same effect"
-    )
+    remedy = _remedy(exam, coarse=coarse, side=side)
     off = trial.samples_off()
     if not coarse and 2 * len(off) <= trial.rollout.num_samples:
         numbers["samples"] = off
@@ -120,12 +125,28 @@ def check_weights(exam: Exam) -> Finding:
         usual,
         message,
         message if coarse else f"{message}: more than precision explains",
-        f"the {side}'s precision is low: train decoupled, and watch rollout_corr/exact_kl"
-        if coarse
-        else remedy,
+        remedy,
         fails_above=limit,
         **numbers,
     )
+
+
+def _remedy(exam: Exam, *, coarse: bool, side: str) -> str:
+    """What to do about a gap: `coarse` where a low precision explains it, of one `side` if not of both."""
+    config = exam.config
+    rounds = {config.model.dtype, config.rollout.dtype} != {"float32"} or config.actor.autocast
+    if coarse and (rounds or rounds_apart(config)):
+        return f"the {side}'s precision is low: train decoupled, and watch rollout_corr/exact_kl"
+    if coarse:
+        return (
+            "both stacks compute in float32, which rounds less: compare what each allows (TF32, attention, compiled "
+            "kernels), and the weights of both"
+        )
+    remedy = "compare model.path, revision and variant of both stacks, and the engine's quantization"
+    guided = (
+        exam.actor.family.distills_guidance or getattr(config.sampling, exam.actor.family.guidance_key) > 1
+    )
+    return remedy if guided else f"{remedy}; guidance in the engine alone has the same effect"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +198,7 @@ def _arrival(exam: Exam, what: str) -> Finding:
     missing = max(math.sqrt(max(gap**2 - rounding, 0.0)) / size, abs(1 - share) - unsure)
     message = f"{100 * share:.0f} % of the {what}'s effect on the actor's steps is found in the engine's"
     names = "compare the engine's layer names with the names that are sent"
+    is_held = isinstance(exam.engine, Describes) and exam.engine.describe().get("weights") == AS_SENT
     bad, lost = message, "few"
     if missing <= MISSING_FAIL:
         remedy = f"{names}: a few may be left out"
@@ -184,12 +206,19 @@ def _arrival(exam: Exam, what: str) -> Finding:
         bad = f"the {what} has no effect in the engine: it binds to no layer, or never arrives"
         lost = "all"
         remedy = f"{names}, pass the adapter with every request, and check the answer of every sync"
+        if is_held:
+            bad = f"the {what} has no effect in the engine, which holds it as it was sent"
+            remedy = "find out why its layers compute without it: its scale, or a request without it"
     elif share > 1 + MISSING_FAIL or trial.explained_by([without + share * move]) >= EXPLAINED:
         bad, lost = f"{message}: its scale differs", "scale"
         remedy = "apply the adapter once, scaled by model.lora.alpha / model.lora.rank"
     else:
         bad, lost = f"{message}: some layers are left out", "layers"
-        remedy = f"{names}; fused projections need a mapping"
+        remedy = (
+            "find out which layers compute otherwise with what they hold: each has the tensors that were sent"
+            if is_held
+            else f"{names}; fused projections need a mapping"
+        )
     found = lost if missing > MISSING_WARN else None
     return judged(
         missing, MISSING_WARN, message, bad, remedy, fails_above=MISSING_FAIL, arrived=share, lost=found
@@ -206,7 +235,7 @@ def check_attention(exam: Exam) -> Finding:
         **{f"engine_{key}": value for key, value in facts.items()},
         "actor_attention": own,
     }
-    if facts.get("attention") == own:
+    if facts.get("attention") in (own, *PLAIN):
         return passed(message, **numbers)
     remedy = "try the engine's plain attention (SDPA) and see whether the gap disappears"
     gap = exam.trials.base.velocity_gap()

@@ -15,7 +15,7 @@ from instruments.doctor.faults import (
 
 from flowcorr.instruments.doctor import examine
 from tests.planted.mistakes import negative_of_another, no_negative, sides_exchanged
-from tests.planted.plants import conditioned, rescaled_guidance
+from tests.planted.plants import conditioned, rescaled_guidance, seeing
 from tests.prompts import prompts_of
 
 FAULTS = {
@@ -111,6 +111,15 @@ def test_distilled_guidance(tmp_path, make_config, rollout):
     another_guidance(guidance_scale=1.0)(engine)
     report = examine(actor, engine, conditioning, float32=False)
     assert report.causes() == ["guidance"]
-    found = finding_of(report, "guidance")
-    assert found.numbers["value"] == 1.0
-    assert found.numbers["limit"] == pytest.approx(3.5, rel=0.01)
+    assert finding_of(report, "guidance").numbers == {"value": 1.0, "limit": 3.5}
+
+
+@pytest.mark.parametrize("factor", [0.95, 1.05, 1.2])
+def test_velocities_too_long_are_no_guidance(factor, small_run):
+    """Rescaling of guidance would explain most of it, by a factor below 0 or near it."""
+    run = small_run(sampling=GUIDED)
+    engine = separate(run)
+    seeing(lambda velocity, *arguments: factor * velocity(*arguments))(engine)
+    report = check(run, engine)
+    assert_named(report, "weights")
+    assert finding_of(report, "weights").numbers["velocity_factor"] == pytest.approx(factor, rel=1e-4)

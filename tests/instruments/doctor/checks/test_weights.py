@@ -193,17 +193,20 @@ def test_full_weights_of_which_half_arrive(full_run):
     assert finding_of(report, "sync").numbers["lost"] == "layers"
 
 
-def test_an_engine_may_describe_itself(small_run):
+@pytest.mark.parametrize(("attention", "asked"), [("FLASH_ATTN", ["attention"]), ("SDPA", [])])
+def test_an_engine_may_describe_itself(attention, asked, small_run):
+    """Plain attention is not asked for where the engine has it."""
+
     class Described(InProcessEngine):
         def describe(self):
-            return {"attention": "FLASH_ATTN", "dtype": "float32"}
+            return {"attention": attention, "dtype": "float32"}
 
     run = small_run(model=WHOLE)
     engine = separate(run)
     engine.__class__ = Described
     merging(coarse)(engine)
     report = check(run, engine)
-    assert report.causes("warning") == ["weights", "attention"]
+    assert report.causes("warning") == ["weights", *asked]
     numbers = finding_of(report, "attention").numbers
-    assert (numbers["engine_attention"], numbers["engine_dtype"]) == ("FLASH_ATTN", "float32")
+    assert (numbers["engine_attention"], numbers["engine_dtype"]) == (attention, "float32")
     assert numbers["actor_attention"] == "JointAttnProcessor2_0"
