@@ -198,7 +198,6 @@ def _arrival(exam: Exam, what: str) -> Finding:
     missing = max(math.sqrt(max(gap**2 - rounding, 0.0)) / size, abs(1 - share) - unsure)
     message = f"{100 * share:.0f} % of the {what}'s effect on the actor's steps is found in the engine's"
     names = "compare the engine's layer names with the names that are sent"
-    is_held = isinstance(exam.engine, Describes) and exam.engine.describe().get("weights") == AS_SENT
     bad, lost = message, "few"
     if missing <= MISSING_FAIL:
         remedy = f"{names}: a few may be left out"
@@ -206,7 +205,7 @@ def _arrival(exam: Exam, what: str) -> Finding:
         bad = f"the {what} has no effect in the engine: it binds to no layer, or never arrives"
         lost = "all"
         remedy = f"{names}, pass the adapter with every request, and check the answer of every sync"
-        if is_held:
+        if _is_held(exam):
             bad = f"the {what} has no effect in the engine, which holds it as it was sent"
             remedy = "find out why its layers compute without it: its scale, or a request without it"
     elif share > 1 + MISSING_FAIL or trial.explained_by([without + share * move]) >= EXPLAINED:
@@ -216,13 +215,18 @@ def _arrival(exam: Exam, what: str) -> Finding:
         bad, lost = f"{message}: some layers are left out", "layers"
         remedy = (
             "find out which layers compute otherwise with what they hold: each has the tensors that were sent"
-            if is_held
+            if _is_held(exam)
             else f"{names}; fused projections need a mapping"
         )
     found = lost if missing > MISSING_WARN else None
     return judged(
         missing, MISSING_WARN, message, bad, remedy, fails_above=MISSING_FAIL, arrived=share, lost=found
     )
+
+
+def _is_held(exam: Exam) -> bool:
+    """Whether the engine knows by digests that it holds the tensors that were sent."""
+    return isinstance(exam.engine, Describes) and exam.engine.describe().get("weights") == AS_SENT
 
 
 def check_attention(exam: Exam) -> Finding:
