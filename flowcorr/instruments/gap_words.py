@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 from flowcorr.config.schema import Config
 from flowcorr.correction import RolloutCorrectionConfig
@@ -10,7 +12,7 @@ from flowcorr.correction.bounds import idle_modes
 from flowcorr.instruments.gap_size import estimated_kl, num_terms
 
 _EXACT, _SIZE = "rollout_corr/exact_kl", "rollout/num_elements"
-_KL, _K3 = "rollout_corr/kl", "rollout_corr/k3_kl"
+_OF_STEP = re.compile(r"rollout_corr/step_[0-9]+/k3_kl")
 _OUTSIDE = "rollout_corr/clip_noise_fraction"
 _UNMEASURED = "rollout_corr/rollout_rs_unmeasured_fraction"
 _IDLE_WEIGHTS = 1e-4  # weights nearer to 1 than this print as 1
@@ -27,16 +29,26 @@ def joint_nats(config: Config, values: Values) -> float | None:
     """The KL of a whole SDE window in nats, summed over all latent elements; None where a step did not measure it.
 
     It is the exact KL where the engine returns step means, else `estimated_kl` of the mean and the mean square of
-    `delta`, of which `k3_kl` is half.
+    `delta`, of which `k3_kl` is half, at each step of the schedule; these count alike, as samples share them out.
     """
-    size, exact, kl, k3 = (values.get(name) for name in (_SIZE, _EXACT, _KL, _K3))
-    if size is None or (exact is None and (kl is None or k3 is None or config.sampling.cps_unscaled)):
+    size, exact = values.get(_SIZE), values.get(_EXACT)
+    moments = _moments(values)
+    if size is None or (exact is None and (not moments or config.sampling.cps_unscaled)):
         return None
     if exact is None:
-        assert kl is not None, "checked above"
-        assert k3 is not None, "checked above"
-        exact = estimated_kl(-kl, 2 * k3, num_terms(config), int(size))
+        count = max(num_terms(config) // len(moments), 1)
+        exact = fmean(estimated_kl(mean, square, count, int(size)) for mean, square in moments)
     return config.sampling.sde_window_size * size * exact
+
+
+def _moments(values: Values) -> list[tuple[float, float]]:
+    """Mean and mean square of `delta` at each step of the schedule; of all terms where steps were not logged."""
+    names = [name.removesuffix("k3_kl") for name in values if _OF_STEP.fullmatch(name)]
+    return [
+        (-values[f"{name}kl"], 2 * values[f"{name}k3_kl"])
+        for name in names or ["rollout_corr/"]
+        if f"{name}kl" in values and f"{name}k3_kl" in values
+    ]
 
 
 def mean_gap(config: Config, steps: Sequence[Values]) -> float | None:

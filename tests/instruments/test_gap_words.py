@@ -129,6 +129,16 @@ def test_the_gap_without_step_means_is_that_of_exact_kls(nats):
     )
 
 
+def test_steps_of_unlike_gaps_are_estimated_apart():
+    """Their pooled mean square would tell 30 % more."""
+    run, size, kls = load("tiny_ocr_lora"), 512, {0: 1e-3, 7: 2e-2}
+    values = {"rollout/num_elements": float(size), "rollout_corr/kl": 0.0, "rollout_corr/k3_kl": 0.0}
+    for index, kl in kls.items():
+        values[f"rollout_corr/step_{index}/kl"] = kl
+        values[f"rollout_corr/step_{index}/k3_kl"] = kl**2 / 2 + kl / size
+    assert joint_nats(run, values) == pytest.approx(size * sum(kls.values()))
+
+
 @pytest.mark.parametrize(
     ("share", "text"), [(1.0, "100 %"), (0.996, "100 %"), (0.5, "50 %"), (0.031, "3.1 %"), (0.0, "0 %")]
 )

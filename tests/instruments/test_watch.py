@@ -13,6 +13,8 @@ from flowcorr.algorithm.apply import correct
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.dumps import StepFields
 from flowcorr.errors import BatchError
+from flowcorr.instruments.audit import audit_folder
+from flowcorr.instruments.gap_words import mean_gap
 from flowcorr.instruments.report.runs import read_run
 from flowcorr.instruments.steps import completed
 from flowcorr.instruments.watch import Watch
@@ -57,7 +59,12 @@ RUN = (
 
 
 def test_the_metrics_are_those_that_training_logged(tmp_path):
-    trainer.train(config.load("tiny_jpeg_lora", list(RUN)), tmp_path)
+    """And the gap that the run's last line names is the one of its audit."""
+    run = config.load("tiny_jpeg_lora", [*RUN, "sampling.sde_window_range=[0, 2]"])
+    trainer.train(run, tmp_path)
+    records = list(read_metrics(tmp_path / "metrics.jsonl"))
+    assert all("rollout_corr/exact_kl" not in record for record in records)
+    assert audit_folder(tmp_path).fact("joint_nats") == pytest.approx(mean_gap(run, records), rel=0.03)
     logged = {record["step"]: record for record in read_metrics(tmp_path / "metrics.jsonl")}
     for step, path in dumps.files(tmp_path).items():
         terms, record = dumps.load(path), logged[step]
@@ -170,6 +177,19 @@ def test_rules_that_lack_a_field_are_named_once(missing, rules):
     assert (note.level, note.numbers["step"]) == ("note", 3)
     assert (note.numbers["rules"], set(note.numbers["missing"])) == (rules, missing)
     assert watch(4, **fewer)[1] == []
+
+
+def test_a_loss_without_a_clip_range_lacks_none():
+    terms = given(terms_of())
+    del terms["clip_ratio"]
+    for loss, told in (("flow_grpo", True), ("reinforce", False), ("importance_cap", False)):
+        findings = Watch()(3, **terms, loss_mode=loss)[1]
+        assert ("files" in [finding.cause for finding in findings]) == told
+
+
+def test_a_size_that_was_given_once_is_kept():
+    watch, terms = Watch(), given(terms_of())
+    assert watch(1, **terms)[0].keys() == watch(2, **terms | {"num_elements": None})[0].keys()
 
 
 def test_a_rule_with_patience_waits(tmp_path):
