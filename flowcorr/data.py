@@ -73,14 +73,40 @@ def load_prompts(data: DataConfig) -> PromptSet:
     _check_counts([*prompts, *heldout])
     held_back = {prompt.content for prompt in heldout}
     train = [prompt for prompt in prompts if prompt.content not in held_back]
-    for side, chosen in (("training", train), ("held-out", heldout)):
-        if not chosen:
-            raise ConfigError(
-                f"data.path={data.path!r}: {split} leaves no {side} prompt of {len(prompts)}; add prompts, or change "
-                "that key"
-            )
+    if not heldout:
+        raise ConfigError(_nothing_held_out(data, prompts))
+    if not train:
+        raise ConfigError(
+            f"data.path={data.path!r}: {split} leaves no training prompt of {len(prompts)}; {_remedy(data, prompts)}"
+        )
     ordered = sorted({prompt.key: prompt for prompt in heldout}.values(), key=_hash)
     return PromptSet(train=tuple(train), heldout=tuple(ordered[: data.num_heldout]))
+
+
+def _nothing_held_out(data: DataConfig, prompts: list[Prompt]) -> str:
+    """The message for a split by hash that keeps back no prompt; `data.num_heldout` only bounds their number."""
+    default = ", the default," if data.heldout_fraction == DataConfig().heldout_fraction else ""
+    return (
+        f"data.path={data.path!r} has {len(prompts)} prompts, of which data.heldout_fraction={data.heldout_fraction}"
+        f"{default} holds none out, and data.num_heldout={data.num_heldout} asks for some; {_remedy(data, prompts)}"
+    )
+
+
+def _remedy(data: DataConfig, prompts: list[Prompt]) -> str:
+    """How to get prompts on both sides of the split: a fraction that holds out `data.num_heldout`, or half of them."""
+    places = sorted({_hash(prompt) for prompt in prompts})
+    number = min(data.num_heldout, len(places) // 2)
+    if data.heldout_path is not None:
+        return "take some of them out of that file, or add others to data.path"
+    if number == 0:
+        return "add prompts, or name a file of others in data.heldout_path"
+    digits = 2
+    while (fraction := (math.floor(places[number - 1] * 10**digits) + 1) / 10**digits) > places[number]:
+        digits += 1
+    return (
+        f"set data.heldout_fraction={fraction:.{digits}f}, which holds out {number} of them, add prompts, or name a "
+        "file of others in data.heldout_path"
+    )
 
 
 def _read(data: DataConfig, key: str, path: str) -> list[Prompt]:

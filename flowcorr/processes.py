@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import signal
+import threading
 from collections.abc import Collection, Iterator
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -40,6 +41,20 @@ def signal_mask(how: int, numbers: Collection[int]) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def own_signal_handlers() -> Iterator[None]:
+    """Restore this process's handlers of `STOP_SIGNALS` after code that sets its own, such as Ray's or a tracker's."""
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():  # in another thread nothing can set them
+            for number, handler in handlers.items():
+                # None: it was not set from Python.
+                if handler is not None and signal.getsignal(number) != handler:
+                    signal.signal(number, handler)
 
 
 def mark_shared_memory() -> None:

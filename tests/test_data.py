@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import unicodedata
 from dataclasses import replace
 from pathlib import Path
@@ -162,6 +163,25 @@ def test_heldout_prompts_of_a_file_of_their_own(tmp_path):
         load(train, heldout_path=str(tmp_path / "gone.txt"))
     with pytest.raises(ConfigError, match=r"data\.heldout_path='.*' leaves no training prompt of 3"):
         load(train, heldout_path=str(train))
+
+
+@pytest.mark.parametrize(("number", "wanted", "held_out"), [(5, 2, 2), (5, 128, 2), (2, 9, 1), (9, 3, 3)])
+def test_the_error_of_an_empty_side_names_a_split_that_works(tmp_path, number, wanted, held_out):
+    path = write(tmp_path, "".join(f"prompt {place}\n" for place in range(number)))
+    for fraction in (1e-9, 1 - 1e-9):
+        with pytest.raises(ConfigError, match=rf"data\.heldout_fraction={fraction}") as caught:
+            load(path, heldout_fraction=fraction, num_heldout=wanted)
+        given = float(re.search(r"set data\.heldout_fraction=([\d.]+)", str(caught.value))[1])
+        split = load(path, heldout_fraction=given, num_heldout=wanted)
+        assert (len(split.heldout), len(split.train)) == (held_out, number - held_out)
+
+
+def test_one_prompt_cannot_be_split(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"has 1 prompts.*data\.num_heldout=4 .*data\.heldout_path"
+    ) as caught:
+        load(write(tmp_path, "one\n"), num_heldout=4)
+    assert "set data.heldout_fraction" not in str(caught.value)
 
 
 RESPELT = [

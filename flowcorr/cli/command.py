@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import inspect
+import itertools
 import os
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,8 +122,72 @@ def checked(arguments: argparse.Namespace) -> Config:
     return config
 
 
-def out_path(out: str | None) -> Path | None:
-    """The path given by `--out`, if it was given."""
+def check_recipe(recipe: str, *, or_folder: bool = False) -> None:
+    """Check that there is such a recipe; with `or_folder`, the message says that there is no such folder either."""
+    from flowcorr.config import find_recipe
+
+    find_recipe(recipe, or_folder=or_folder)
+
+
+def writable_folder(out: str | None, default: Path, *, only_named: bool = False) -> Path:
+    """The folder of `--out`, or its default, which can be made and written to; it is left as it was.
+
+    Args:
+        out: the option.
+        default: without it.
+        only_named: do not try, as another rank does.
+
+    Raises:
+        ConfigError: it is a file, or cannot be written to.
+    """
+    folder = _given(out, default)
+    if only_named:
+        return folder
+    with _told(out, folder):
+        if folder.exists() and not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "it is a file, and should be a folder")
+        _try_writing(folder)
+    return folder
+
+
+def writable_file(out: str | None, default: Path) -> Path:
+    """The file of `--out`, or its default, which can be written; nothing is left of the attempt.
+
+    Raises:
+        ConfigError: it is a folder, or its folder cannot be written to.
+    """
+    path = _given(out, default)
+    with _told(out, path):
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder, and should be a file")
+        _try_writing(path.parent)
+    return path
+
+
+def _given(out: str | None, default: Path) -> Path:
     if out is not None and not out.strip():
         raise ConfigError(f"--out {out!r} names no folder; give one, or leave --out away")
-    return None if out is None else Path(out)
+    return default if out is None else Path(out)
+
+
+@contextlib.contextmanager
+def _told(out: str | None, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # the latter of a zero byte in the path
+        named = f"--out {out}" if out is not None else str(path)
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{named} cannot be written: {reason}; give --out a path that can be") from error
+
+
+def _try_writing(folder: Path) -> None:
+    """Make a folder and a file in it, and remove both; permissions alone do not tell of read-only file systems."""
+    missing = list(itertools.takewhile(lambda part: not part.exists(), (folder, *folder.parents)))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    finally:
+        for part in missing:
+            with contextlib.suppress(OSError):
+                part.rmdir()

@@ -21,10 +21,12 @@ from flowcorr.cli.command import (
     Argument,
     Command,
     allowed_imports,
+    check_recipe,
     checked,
     find_own_code,
-    out_path,
     show_report,
+    writable_file,
+    writable_folder,
 )
 from flowcorr.errors import ConfigError
 from flowcorr.instruments.plan.devices import CUSTOM, GPUS, find_gpu
@@ -70,6 +72,7 @@ def doctor(arguments: argparse.Namespace) -> int:
             f"--model {arguments.model} has no effect on a recipe, which names its model; leave it out, or give a "
             "folder of dumped steps"
         )
+    check_recipe(arguments.recipe, or_folder=True)
     config = checked(arguments)
 
     from flowcorr.instruments.doctor import diagnose
@@ -95,7 +98,7 @@ def _replay(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{arguments.recipe} is the folder of a run; write flowcorr doctor {recipe}")
     if model is None:
         raise ConfigError(
-            f"{arguments.recipe} is a folder of dumped steps; give --model, the pipeline or recipe that replays them"
+            f"{arguments.recipe} is a folder; give --model, the pipeline or recipe that replays its dumped steps"
         )
     of_recipe = Path(model).suffix in (".yaml", ".yml") or model in recipe_names()
     if arguments.overrides and not of_recipe:
@@ -154,13 +157,13 @@ def audit(arguments: argparse.Namespace) -> int:
     """
     from flowcorr.trainer.run_config import is_folder
 
-    out_dir = out_path(arguments.out)
-    if is_folder(Path(arguments.recipe)):
-        out_dir = out_dir or Path(arguments.recipe)
-        report = _audit_of_folder(arguments)
-    else:
-        out_dir = out_dir or Path("runs") / f"{Path(arguments.recipe).stem}_audit"
-        report = _audit_of_recipe(arguments)
+    of_folder = is_folder(Path(arguments.recipe))
+    default = Path(arguments.recipe)
+    if not of_folder:
+        check_recipe(arguments.recipe, or_folder=True)
+        default = Path("runs") / f"{default.stem}_audit"
+    out_dir = writable_folder(arguments.out, default)
+    report = _audit_of_folder(arguments) if of_folder else _audit_of_recipe(arguments)
 
     from flowcorr.instruments import page
 
@@ -257,6 +260,9 @@ def plan(arguments: argparse.Namespace) -> int:
 
     The models of the shipped recipes are known. Of others, the configuration files (config.json) are read from a local
     folder or the hub. torch.compile, reward models on a CPU and rewards over HTTP are not predicted.
+
+    Exit codes, also with --json: 0 the run fits, if its engine has a GPU of its own where the report says that both do
+    not fit on one; 1 it may not fit, or the plan failed; 2 it does not fit, or bad configuration
     """
     # Before numpy and torch start threads, which a plan has no use for: it computes no values.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -272,13 +278,14 @@ def plan(arguments: argparse.Namespace) -> int:
     check_ranks(config, arguments.ranks)
     check_settings(config)
 
-    from flowcorr.instruments.plan.report import plan as predict  # imports torch: after the checks
+    from flowcorr.instruments.plan.report import exit_code  # imports torch: after the checks
+    from flowcorr.instruments.plan.report import plan as predict
 
     title = " ".join((arguments.recipe, *map(redact_override, arguments.overrides)))
     with _at_work(f"planning {title}: tracing each phase without weights"):
         made = predict(config, gpu=gpu, ranks=arguments.ranks, title=title)
     show_report(made, as_json=arguments.json)
-    return 0
+    return exit_code(made)
 
 
 @contextlib.contextmanager
@@ -309,11 +316,15 @@ def report(arguments: argparse.Namespace) -> int:
     """
     from flowcorr.instruments import page
     from flowcorr.instruments.report import report as make
+    from flowcorr.trainer.run_config import check_folder
 
     folders = [Path(folder) for folder in arguments.run_dirs]
-    out = out_path(arguments.out) or folders[0] / "report.html"
+    for folder in folders:
+        check_folder(folder)
+    is_page = arguments.out is None or Path(arguments.out).suffix.lower() in (".html", ".htm")
+    default = folders[0] / "report.html"
+    out = (writable_file if is_page else writable_folder)(arguments.out, default)
     made = make(folders, allow_imports=allowed_imports(arguments))
-    is_page = out.suffix.lower() in (".html", ".htm")
     page.show(made, page.save_page(made, out) if is_page else page.save(made, out, "report"))
     return 0
 

@@ -93,9 +93,9 @@ def explain(arguments: argparse.Namespace) -> int:
     """Explain a metric, a key, a preset, a finding or a word of the tools.
 
     Explain what the tools print: a metric, a configuration key, a preset, a check or cause of the doctor, a leg of a
-    replay, a finding, a rejection mode, or a word such as ESS, joint nats, delta or bypass. Each with its unit, when to
-    worry, and what to do then. A name with spaces needs quotes. A class or function that code of your own fills in,
-    such as Loss or Engine, is listed with its fields. A metric of your own is named as in trainer.metrics, and its
+    replay, a finding, a rejection mode, or a word such as ESS, joint nats, clip range or bypass. Each with its unit,
+    when to worry, and what to do then. A name with spaces needs quotes. A class or function that code of your own fills
+    in, such as Loss or Engine, is listed with its fields. A metric of your own is named as in trainer.metrics, and its
     module is imported.
 
     Examples:
@@ -117,7 +117,16 @@ def explain(arguments: argparse.Namespace) -> int:
         print(everything())
         return 0
     find_own_code()
-    print("\n\n".join(explanation(name) for name in arguments.names))
+    unknown: list[str] = []
+    for place, name in enumerate(arguments.names):
+        try:
+            text = explanation(name)
+        except ConfigError as error:
+            unknown.append(str(error))
+            continue
+        print(f"\n{text}" if place > len(unknown) else text)
+    if unknown:
+        raise ConfigError("; ".join(unknown))
     return 0
 
 

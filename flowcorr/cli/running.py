@@ -18,7 +18,7 @@ from flowcorr.cli.command import (
     Command,
     checked,
     find_own_code,
-    out_path,
+    writable_folder,
 )
 from flowcorr.processes import StopRequest
 
@@ -47,7 +47,8 @@ def train(arguments: argparse.Namespace) -> int:
     if os.environ.get("RANK", "0") == "0":
         print(f"loading {arguments.recipe}", flush=True)  # torch alone takes seconds to import
     config = checked(arguments)
-    out_dir = out_path(arguments.out) or _run_folder(Path(arguments.recipe), resume=arguments.resume)
+    default = Path() if arguments.out else _run_folder(Path(arguments.recipe), resume=arguments.resume)
+    out_dir = writable_folder(arguments.out, default, only_named=os.environ.get("RANK", "0") != "0")
 
     # After the checks: a mistake is told before the trainer is imported, which takes as long as torch does.
     from flowcorr import distributed
@@ -130,12 +131,13 @@ def export(arguments: argparse.Namespace) -> int:
       flowcorr export runs/tiny_ocr_lora --checkpoint last --merge --out exported
     """
     from flowcorr.trainer import export_run
+    from flowcorr.trainer.run_config import check_folder
 
+    check_folder(Path(arguments.run_dir))
     if arguments.merge:
         find_own_code()
-    made = export_run(
-        arguments.run_dir, out_path(arguments.out), which=arguments.checkpoint, merge=arguments.merge
-    )
+    out_dir = writable_folder(arguments.out, Path(arguments.run_dir) / "export")
+    made = export_run(arguments.run_dir, out_dir, which=arguments.checkpoint, merge=arguments.merge)
     print(f"{made.folder}: the weights of {made.checkpoint}")
     for name in made.files:
         print(f"  {name}")

@@ -130,8 +130,16 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in _recipes_folder().glob("*.yaml"))
 
 
-def find_recipe(recipe: str | os.PathLike[str]) -> Path:
-    """The file of a recipe: an existing path as it is, a bare name among the recipes that ship with flowcorr."""
+def find_recipe(recipe: str | os.PathLike[str], *, or_folder: bool = False) -> Path:
+    """The file of a recipe: an existing path as it is, a bare name among the recipes that ship with flowcorr.
+
+    Args:
+        recipe: path or name.
+        or_folder: whether the folder of a run, or of dumped steps, might have been meant, for the message.
+
+    Raises:
+        ConfigError: there is no such file or recipe.
+    """
     path = Path(recipe)
     if os.path.isfile(path):
         return path
@@ -146,8 +154,13 @@ def find_recipe(recipe: str | os.PathLike[str]) -> Path:
     found = nearest(path.name, beside)
     near = str(path.parent / found) if found else nearest(path.stem, recipe_names())
     hint = f" (did you mean {near}?)" if near else ""
+    none, folder = (
+        ("no such file or folder", " a folder of a run or of dumped steps,")
+        if or_folder
+        else ("no such file", "")
+    )
     raise ConfigError(
-        f"recipe={str(recipe)!r}: no such file{hint}; give a YAML file or one of {', '.join(recipe_names())}"
+        f"recipe={str(recipe)!r}: {none}{hint}; give{folder} a YAML file or one of {', '.join(recipe_names())}"
     )
 
 

@@ -119,7 +119,7 @@ class Table:
         rows: the values.
         note: a remark on it.
         marks: for each row `this` where it stands for what is used now, `idle` where it tells nothing, or nothing;
-            empty for no marks. A terminal names idle rows and leaves their numbers out.
+            empty for no marks. A terminal counts idle rows, and a page shows them.
     """
 
     name: str

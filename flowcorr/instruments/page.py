@@ -141,9 +141,9 @@ def _show_table(console: Console, table: Table) -> None:
     if rows:
         styles = [_MARKS[table.mark(place)] for place in shown]
         show_table(console, table.header, rows, title=title, words=table.num_words, styles=styles)
-    idle = [table.cells(row)[0] for place, row in enumerate(table.rows) if place not in shown]
-    if idle:
-        console.print(_line(f"without effect here: {', '.join(idle)}", "dim"))
+    if idle := len(table.rows) - len(rows):
+        which = f"{idle} more" if rows else f"{table.title}: all {idle}"
+        console.print(_line(f"{which} without effect here; the saved page and JSON have them", "dim"))
 
 
 def _line(text: str, style: str = "") -> Text:

@@ -46,7 +46,7 @@ from flowcorr.records import Terms
 from flowcorr.rewards import RewardOutput
 from flowcorr.trainer import run_config
 from flowcorr.trainer.measurements import reward_metrics
-from flowcorr.trainer.run_config import CONFIG_FILE, RunConfig, is_file, near_run, read_config
+from flowcorr.trainer.run_config import CONFIG_FILE, RunConfig, check_folder, is_file, near_run, read_config
 from flowcorr.trainer.run_folder import resume_command
 
 _MORE_STEPS = 10  # that tell something
@@ -128,6 +128,7 @@ def read_dumped(folder: Path, *, allow_imports: Collection[str] = ()) -> DumpedR
     Warns:
         UserWarning: some files cannot be read, and are left out.
     """
+    check_folder(folder)
     files, of_flowcorr = dumps.files(folder), is_run(folder)
     if not files and of_flowcorr:
         steps = read_config(folder).config.trainer.total_steps + _MORE_STEPS

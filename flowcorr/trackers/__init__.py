@@ -8,6 +8,7 @@ from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.imports import import_target
 from flowcorr.trackers.base import Ending, Tracker
 from flowcorr.trackers.jsonl import IMAGES_FOLDER, METRICS_FILE, JsonlTracker, checked_metrics, read_metrics
+from flowcorr.trackers.several import Trackers
 from flowcorr.trackers.swanlab import SwanLabTracker
 from flowcorr.trackers.tensorboard import TensorBoardTracker
 from flowcorr.trackers.wandb import WandbTracker
@@ -28,6 +29,7 @@ __all__ = [
     "SwanLabTracker",
     "TensorBoardTracker",
     "Tracker",
+    "Trackers",
     "WandbTracker",
     "build_trackers",
     "checked_metrics",
@@ -56,10 +58,10 @@ def resolve_tracker(name: str) -> Callable[[], Tracker]:
     return build
 
 
-def build_trackers(names: Sequence[str]) -> list[Tracker]:
-    """The trackers of a run: `jsonl` first, whether it is named or not, then the others in their order.
+def build_trackers(names: Sequence[str]) -> dict[str, Tracker]:
+    """The trackers of a run by name: `jsonl` first, whether it is named or not, then the others in their order.
 
     Raises:
         ConfigError: a name is unknown, or nothing that builds a tracker stands there.
     """
-    return [resolve_tracker(name)() for name in dict.fromkeys(["jsonl", *names])]
+    return {name: resolve_tracker(name)() for name in dict.fromkeys(["jsonl", *names])}

@@ -1,4 +1,4 @@
-"""The run folder: `metrics.jsonl`, one flat record a training step, and sample images as PNG files."""
+"""The run folder: `metrics.jsonl`, one flat record a training step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LARGEST = 1e300  # so that sums of a few metrics are finite
 
 
 class JsonlTracker:
-    """Appends `{"step": n, ...}` to `metrics.jsonl`, and saves `images/<name>_<step>_<number>.png`.
+    """Appends `{"step": n, ...}` to `metrics.jsonl`; the trainer writes images and films beside it.
 
     The file is strict JSON: what is not finite is null. Each record is flushed, so that a run that is killed
     loses none; a run that is continued first drops a torn last line and all records after its checkpoint.
@@ -67,13 +67,7 @@ class JsonlTracker:
             self._file.flush()
 
     def log_images(self, images: Mapping[str, Sequence[Image]], step: int) -> None:
-        """Save the images as PNG files."""
-        folder = self._out_dir / IMAGES_FOLDER
-        with writing(folder):
-            folder.mkdir(exist_ok=True)
-            for name, pictures in images.items():
-                for number, picture in enumerate(pictures):
-                    picture.save(folder / f"{name.replace('/', '_')}_{step:06d}_{number:02d}.png")
+        """Does nothing: the trainer writes images into the run folder anyway."""
 
     def log_videos(self, videos: Mapping[str, bytes], step: int) -> None:
         """Does nothing: the trainer writes films into the run folder anyway."""

@@ -20,20 +20,20 @@ from flowcorr.config.schema import Config
 from flowcorr.correction.bounds import idle_modes
 from flowcorr.errors import BackendError
 from flowcorr.processes import clear_shared_memory
-from flowcorr.trackers import IMAGES_FOLDER, Ending, Tracker, build_trackers
+from flowcorr.trackers import IMAGES_FOLDER, Ending, Trackers, build_trackers
 from flowcorr.trainer import checkpoint, out_of_memory, run_folder, state
 from flowcorr.trainer.best import Best, best_checkpoint, best_so_far
 from flowcorr.trainer.checkpoint import TrainingState
 from flowcorr.trainer.evaluate import evaluate
 from flowcorr.trainer.events import EventLog
-from flowcorr.trainer.images import before_after, image_grid, labelled
+from flowcorr.trainer.images import before_after
 from flowcorr.trainer.log_probs import save_terms
 from flowcorr.trainer.observer import Observer, RunResult, Silent
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.signals import REPEAT, StopSignals
 from flowcorr.trainer.step import StepResult, train_step
-from flowcorr.trainer.videos import log_videos, save_film, save_samples
+from flowcorr.trainer.videos import log_samples, save_and_log_rollouts, save_samples
 from flowcorr.workers.rollout import RayRollout
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,9 @@ class _Loop:
     ) -> None:
         self.config, self.out_dir, self.observer, self.events = config, out_dir, observer, events
         trackers = build_trackers(config.trainer.trackers)
-        self.trackers: list[Tracker] = trackers if distributed.is_main() else []
+        self.trackers = Trackers(
+            trackers if distributed.is_main() else {}, partial(self._say, "tracker_failed")
+        )
         self.run, self.data = build_run(config, on_event=events)
         self.step = 0
         self.best: Best | None = None
@@ -135,18 +137,27 @@ class _Loop:
                 events("workers", places=self.run.engine.places)
 
     def train(self, before_start: Callable[[TrainingRun], None] | None, signals: StopSignals) -> RunResult:
+        with run_folder.failure_noted(self.out_dir, self.events):
+            try:
+                result = self._train(before_start, signals)
+            except KeyboardInterrupt:
+                if self.trackers.beside_folder:  # they may have printed a summary below the line that says it
+                    self._say("signal", f"resume with: {run_folder.resume_command(self.out_dir)}")
+                raise
+            self.observer.on_finish(result)
+            return result
+
+    def _train(self, before_start: Callable[[TrainingRun], None] | None, signals: StopSignals) -> RunResult:
         total_steps = self.config.trainer.total_steps
         with contextlib.ExitStack() as endings:
-            endings.enter_context(run_folder.failure_noted(self.out_dir, self.events))
             endings.callback(self.run.close)
             # Launchers signal every rank when one fails; the signal must not interrupt this rank's endings.
             signals.report_to(self._on_signal)
             endings.callback(signals.report_to, lambda number, again: None)
             logged = self.step if self.unlogged is None else self.step - 1  # the last whole record
-            for tracker in self.trackers:
-                endings.callback(self._finish, tracker)
-                tracker.start(self.out_dir.name, self.out_dir, resume_step=logged if self.resumed else None)
-                tracker.log_config(configs.to_mapping(self.config))
+            endings.callback(lambda: self.trackers.finish(self.ending))
+            mapping = configs.to_mapping(self.config)
+            self.trackers.start(self.out_dir.name, self.out_dir, mapping, logged if self.resumed else None)
             if distributed.is_main():
                 dumps.discard_after(self.out_dir, self.step)
             self.observer.on_start(self.config, self.out_dir, self.step)
@@ -170,9 +181,6 @@ class _Loop:
             distributed.gather(None, "the end of the run")
             self.ending = result.status
             return result
-
-    def _finish(self, tracker: Tracker) -> None:
-        tracker.finish(self.ending)
 
     def _train_one_step(self) -> None:
         trainer = self.config.trainer
@@ -304,28 +312,20 @@ class _Loop:
             path = self.out_dir / IMAGES_FOLDER / f"eval_{name}"
             shown = evaluation.images, self.data.heldout, evaluation.scores
             save_samples(*shown, path)
-            log_videos(self.trackers, "eval/videos", *shown, self.step)
+            log_samples(self.trackers, "eval", *shown, self.step)
         self.observer.on_eval(self.step, metrics)
         return metrics
 
     def _log(self, record: Mapping[str, float]) -> None:
-        """Give a record of the present step to all trackers, also if one of them raises."""
+        """Give a record of the present step to all trackers."""
         self._last_logged = self.step
-        with contextlib.ExitStack() as calls:
-            for tracker in reversed(self.trackers):
-                calls.callback(tracker.log, record, self.step)
+        self.trackers.log(record, self.step)
 
     def _log_images(self, result: StepResult) -> None:
-        """Log samples of the main rank."""
-        if not self.trackers:
-            return
-        shown = result.images, result.prompts, result.scores
-        grid = image_grid(labelled(*shown))
-        for tracker in self.trackers:
-            tracker.log_images({"rollout": [grid]}, self.step)
-        if result.images.ndim == 5:
-            save_film(*shown, self.out_dir / IMAGES_FOLDER / f"rollout_{self.step:06d}")
-        log_videos(self.trackers, "rollout/videos", *shown, self.step)
+        """Save and log samples of the main rank."""
+        if distributed.is_main():
+            shown = result.images, result.prompts, result.scores
+            save_and_log_rollouts(self.trackers, *shown, self.out_dir / IMAGES_FOLDER, self.step)
 
     # Checkpoints -----------------------------------------------------------------------------------------
 
@@ -403,23 +403,24 @@ class _Loop:
         name = signal.Signals(number).name
         if again:
             command = run_folder.resume_command(self.out_dir)
-            self._say(f"{name} again: stopping at once, without the step in flight; resume with: {command}")
+            text = f"{name} again: stopping at once, without the step in flight; resume with: {command}"
+            self._say("signal", text)
             return
         text = f"{name}: finishing this step and saving; to stop at once, press Ctrl-C after {REPEAT:g} s"
         try:
-            self._say(text)
+            self._say("signal", text)
         finally:  # an observer of one's own may fail
             if (before := self._before) is not None:
                 self._rescue(before)
 
-    def _say(self, text: str) -> None:
-        self.events("signal", says=text)
+    def _say(self, kind: str, text: str) -> None:
+        self.events(kind, says=text)
         # The main thread notices by itself that nobody listens any more.
         with contextlib.suppress(BackendError):
             self.observer.on_message(text)
 
     def _end(self, number: int | None) -> RunResult:
-        """How the run ended: after the signal of this number, or at its last step, with an evaluation."""
+        """The result of a run: ended by the signal of this number, or at its last step, with an evaluation."""
         if number is None:
             if not self.evaluated:
                 self._evaluate()
@@ -435,7 +436,6 @@ class _Loop:
         )
         if distributed.is_main():
             self.events("end", status=result.status)
-        self.observer.on_finish(result)
         return result
 
 

@@ -86,6 +86,7 @@ def read_config(
         ConfigError: there is none, or it cannot be used; or a name of `allow_imports` cannot be imported.
     """
     path = folder / CONFIG_FILE
+    check_folder(folder)
     if not is_file(path):
         raise ConfigError(
             f"{folder} holds no run: {CONFIG_FILE} is missing{near_run(folder)}; name a folder that flowcorr train "
@@ -161,6 +162,19 @@ def is_folder(path: Path) -> bool:
     """
     with _readable(path):
         return path.is_dir()
+
+
+def check_folder(path: Path) -> None:
+    """Check that there is a folder, before its contents are asked for.
+
+    Raises:
+        ConfigError: there is none, or a file in its place.
+    """
+    if not is_folder(path):
+        problem = "is a file" if path.exists() else "does not exist"
+        raise ConfigError(
+            f"{path} {problem}{near_run(path)}; name a folder that flowcorr train or flowcorr.dump wrote"
+        )
 
 
 @contextlib.contextmanager

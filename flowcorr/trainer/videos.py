@@ -1,4 +1,4 @@
-"""Films of sampled videos with their prompts, for a person to look at."""
+"""Sampled images and films of videos with their prompts, in the run folder and in trackers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import numpy as np
 from PIL import Image
 
 from flowcorr.records import ImageArray, Prompt
-from flowcorr.trackers import Tracker
+from flowcorr.trackers import Trackers
 from flowcorr.trackers.base import writing
 from flowcorr.trainer.images import image_grid, labelled, save_image
 
 MAX_VIDEOS = 8
+MAX_LOGGED = 16  # held-out images of an evaluation that trackers get
 MAX_GIF_VIDEOS = 4  # a GIF is ten times as large as an MP4
 FRAMES_A_SECOND = 16  # of Wan 2.1
 _CODEC = "libx264"  # some distributions leave it out of their FFmpeg
@@ -55,19 +56,43 @@ def animated_gif(videos: ImageArray, prompts: Sequence[Prompt], scores: np.ndarr
     return film.getvalue()
 
 
-def log_videos(
-    trackers: Sequence[Tracker],
-    name: str,
+def log_samples(
+    trackers: Trackers,
+    where: str,
     images: ImageArray,
     prompts: Sequence[Prompt],
     scores: np.ndarray | None,
     step: int,
 ) -> None:
-    """Give a film of sampled videos to all trackers but the first: the run's folder has it already."""
-    if images.ndim == 5 and trackers[1:]:
-        film = animated_gif(images, prompts, scores)
-        for tracker in trackers[1:]:
-            tracker.log_videos({name: film}, step)
+    """Give trackers `<where>/images`, the first `MAX_LOGGED` images one by one, or `<where>/videos`, a film."""
+    if not trackers.beside_folder:
+        return
+    if images.ndim == 5:
+        trackers.log_videos({f"{where}/videos": animated_gif(images, prompts, scores)}, step)
+    else:
+        first = labelled(images[:MAX_LOGGED], prompts[:MAX_LOGGED], scores)
+        trackers.log_images({f"{where}/images": first}, step)
+
+
+def save_and_log_rollouts(
+    trackers: Trackers,
+    images: ImageArray,
+    prompts: Sequence[Prompt],
+    scores: np.ndarray | None,
+    folder: Path,
+    step: int,
+) -> None:
+    """Write a grid of a training step's images, and a film of videos, to `folder`, and give both to trackers.
+
+    Raises:
+        BackendError: the folder cannot be written to, such as when the disk is full.
+    """
+    grid = image_grid(labelled(images, prompts, scores))
+    save_image(grid, folder / f"rollout_{step:06d}_00.png")
+    trackers.log_images({"rollout": [grid]}, step)
+    if images.ndim == 5:
+        save_film(images, prompts, scores, folder / f"rollout_{step:06d}")
+        log_samples(trackers, "rollout", images, prompts, scores, step)
 
 
 def save_samples(

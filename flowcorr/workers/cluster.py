@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
 import signal
 import socket
 import tempfile
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 from flowcorr.errors import BackendError, ConfigError, MissingExtraError
-from flowcorr.processes import STOP_SIGNALS, signal_mask
+from flowcorr.processes import STOP_SIGNALS, own_signal_handlers, signal_mask
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +92,7 @@ class Cluster:
         try:
             # Terminals, `timeout` and schedulers signal whole process groups. Ray's processes must not end by that: the
             # step in flight needs them, and Ray would end this process too.
-            with _own_signal_handlers(), signal_mask(signal.SIG_BLOCK, STOP_SIGNALS):
+            with own_signal_handlers(), signal_mask(signal.SIG_BLOCK, STOP_SIGNALS):
                 init_ray(**options)
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             message = f"the Ray cluster at {address!r} cannot be used: {one_line(error)}"
@@ -136,7 +133,7 @@ class Cluster:
         self._owns_connection = False
         if ray.is_initialized():
             _STARTED_HERE.discard(self.address)
-        with _own_signal_handlers():
+        with own_signal_handlers():
             ray.shutdown()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -151,14 +148,3 @@ def one_line(error: Exception) -> str:
     says = str(error).rpartition("The actor is dead because ")[2]
     text = " ".join(f"{type(error).__name__}: {says}".split())
     return text if len(text) <= _REASON_LENGTH else f"{text[:_REASON_LENGTH]}..."
-
-
-@contextlib.contextmanager
-def _own_signal_handlers() -> Iterator[None]:
-    """Restore this process's SIGTERM handler, which Ray replaces with its own."""
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread() and handler is not None:
-            signal.signal(signal.SIGTERM, handler)

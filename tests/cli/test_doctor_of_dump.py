@@ -53,7 +53,7 @@ def test_a_recipe_brings_its_reward(clean, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "is a folder of dumped steps; give --model, the pipeline or recipe"),
+        ([], "is a folder; give --model, the pipeline or recipe"),
         (["--model", SHALLOW, "actor.lr=1"], "actor.lr=1 has no effect on a pipeline"),
         (["--model", SHALLOW, "a.api_key=hidden"], "a.api_key=*** has no effect on a pipeline"),
         (["--model", "./nowhere"], "no such folder"),

@@ -7,7 +7,10 @@ import pytest
 
 from flowcorr.cli import main
 from flowcorr.errors import ConfigError
+from flowcorr.instruments.finding import Finding, Report
 from flowcorr.instruments.plan import preflight
+from flowcorr.instruments.plan.answers import SHARED
+from flowcorr.instruments.plan.report import exit_code
 
 
 def test_plan_prints_a_row_a_phase_and_the_answers(capsys):
@@ -33,6 +36,27 @@ def test_plan_prints_json_and_nothing_else(capsys):
     assert plan["facts"]["ranks"] == 2
     assert plan["facts"]["fits"]
     assert {row["phase"] for row in plan["tables"]["phases"]} >= {"sample", "update"}
+
+
+def test_a_plan_that_does_not_fit_has_an_exit_code(capsys):
+    gpu = "memory=0.03,bandwidth=100,bf16=10"
+    assert main(["plan", "tiny_jpeg_lora", "actor.micro_batch_size=24", "--json", "--gpu", gpu]) == 2
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["facts"]["fits"], plan["level"]) == (False, "serious")
+
+
+@pytest.mark.parametrize(
+    ("levels", "code"),
+    [
+        ({"trainer_memory": "healthy", "micro_batch": "healthy"}, 0),
+        ({"trainer_memory": "warning", "micro_batch": "warning"}, 1),
+        ({"trainer_memory": "healthy", "engine_memory": "serious"}, 2),
+        ({"trainer_memory": "healthy", SHARED: "warning"}, 0),
+    ],
+)
+def test_the_exit_code_is_that_of_an_engine_on_its_own_gpu(levels, code):
+    findings = [Finding(level=level, cause=cause, sentence="x") for cause, level in levels.items()]
+    assert exit_code(Report(title="x", verdict="x", findings=findings)) == code
 
 
 @pytest.mark.parametrize(

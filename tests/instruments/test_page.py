@@ -79,7 +79,7 @@ def test_the_verdict_is_the_first_line_at_every_width(report, width):
     assert max(map(len, text.splitlines())) <= width
     for part in ("warning gap: A `gap` & more.", "-> Look.", "trainer.seed=1", "2 joint nats", "one", "50%"):
         assert part in text
-    assert "here: two" in text  # the idle row
+    assert "1 more without effect here" in text  # the idle row
     assert "audit.json and 1 chart" in text
 
 

@@ -9,12 +9,13 @@ from flowcorr.trackers import JsonlTracker, SwanLabTracker, TensorBoardTracker, 
 
 @pytest.mark.parametrize("names", [[], ["jsonl"]])
 def test_jsonl_is_always_there(names):
-    assert [type(tracker) for tracker in build_trackers(names)] == [JsonlTracker]
+    assert [type(tracker) for tracker in build_trackers(names).values()] == [JsonlTracker]
 
 
 def test_jsonl_comes_first_and_nothing_twice():
     trackers = build_trackers(["tensorboard", "jsonl", "tensorboard"])
-    assert [type(tracker) for tracker in trackers] == [JsonlTracker, TensorBoardTracker]
+    assert list(trackers) == ["jsonl", "tensorboard"]
+    assert [type(tracker) for tracker in trackers.values()] == [JsonlTracker, TensorBoardTracker]
 
 
 def test_unknown_tracker_is_refused():
@@ -25,7 +26,7 @@ def test_unknown_tracker_is_refused():
 def test_a_tracker_of_ones_own_is_imported(tmp_path, monkeypatch):
     (tmp_path / "my_trackers.py").write_text("class Mine:\n    def finish(self): ...\n\nnumber = 3\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert [type(tracker).__name__ for tracker in build_trackers(["my_trackers:Mine"])] == [
+    assert [type(tracker).__name__ for tracker in build_trackers(["my_trackers:Mine"]).values()] == [
         "JsonlTracker",
         "Mine",
     ]

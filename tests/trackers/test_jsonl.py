@@ -3,7 +3,6 @@ import os
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from flowcorr.errors import BackendError, ConfigError
 from flowcorr.trackers import JsonlTracker, read_metrics
@@ -145,18 +144,6 @@ def test_a_file_that_is_none_or_too_large_is_refused(tmp_path):
     os.truncate(empty, MAX_BYTES + 1)
     with pytest.raises(ConfigError, match="must be a file of at most"):
         read_metrics(empty)
-
-
-def test_images_are_saved_as_png(tmp_path):
-    tracker = JsonlTracker()
-    tracker.start("run", tmp_path)
-    picture = Image.new("RGB", (4, 3), (10, 20, 30))
-    tracker.log_images({"eval/samples": [picture, picture]}, 12)
-    tracker.finish("finished")
-    names = sorted(path.name for path in (tmp_path / "images").iterdir())
-    assert names == ["eval_samples_000012_00.png", "eval_samples_000012_01.png"]
-    with Image.open(tmp_path / "images" / names[0]) as saved:
-        assert (saved.size, saved.getpixel((0, 0))) == ((4, 3), (10, 20, 30))
 
 
 def test_full_disk_is_reported(tmp_path):

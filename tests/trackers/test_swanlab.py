@@ -1,3 +1,5 @@
+import os
+import signal
 import sys
 from types import ModuleType
 
@@ -5,7 +7,7 @@ import pytest
 from PIL import Image
 
 from flowcorr.errors import BackendError, MissingExtraError
-from flowcorr.trackers import SwanLabTracker, build_trackers
+from flowcorr.trackers import SwanLabTracker, Trackers, build_trackers
 
 
 def test_a_missing_package_is_said_before_a_model_is_loaded(monkeypatch):
@@ -40,6 +42,25 @@ def test_offline_run_goes_on_under_its_id(tmp_path, monkeypatch, video):
     assert sum(path.suffix == ".png" for path in files) == 2
     assert [path.read_bytes() for path in files if path.suffix == ".gif"] == [video, video]
     assert not any(b"do-not-write-me" in path.read_bytes() for path in files)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_ctrl_c_is_the_runs(tmp_path, monkeypatch):
+    """SwanLab's own handler would end its run before the step is logged."""
+    pytest.importorskip("swanlab")
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    received = []
+    before = signal.signal(signal.SIGINT, lambda *_: received.append("run"))
+    try:
+        trackers = Trackers({"swanlab": SwanLabTracker()}, pytest.fail)
+        trackers.start("a run", tmp_path, {"lr": 1e-4}, None)
+        os.kill(os.getpid(), signal.SIGINT)
+        trackers.log({"actor/loss": 0.5}, 1)
+        trackers.finish("interrupted")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert received == ["run"]
 
 
 @pytest.mark.slow

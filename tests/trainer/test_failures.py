@@ -155,18 +155,66 @@ class BrokenTracker(CountingTracker):
             raise KeyError("no such metric")
 
 
-def test_a_tracker_that_fails_costs_no_training_step(plain_runs, tmp_path, monkeypatch):
+def test_a_tracker_that_fails_costs_that_tracker_alone(plain_runs, tmp_path, monkeypatch):
     monkeypatch.setitem(TRACKERS, "broken", BrokenTracker)
     monkeypatch.setitem(TRACKERS, "counting", CountingTracker)
     monkeypatch.setattr(CountingTracker, "calls", calls := [], raising=False)
-    with pytest.raises(KeyError, match="no such metric") as caught:
-        trainer.train(small_config(*TWO_STEPS, "trainer.trackers=[broken, counting]"), tmp_path)
-    assert [call for call in calls if call.startswith("log")] == ["log 0", "log 1"]
-    assert records(tmp_path) == records(plain_runs[0])[:2]
-    assert caught.value.args[0] in (tmp_path / "failure.txt").read_text()
-    trainer.train(small_config(*TWO_STEPS), tmp_path, resume=True, observer=(recorder := Recorder()))
-    assert recorder.steps == [2]
+    settings = small_config(*TWO_STEPS, "trainer.trackers=[broken, counting]")
+    result = trainer.train(settings, tmp_path, observer=(recorder := Recorder()))
+    assert (result.status, recorder.steps) == ("finished", [1, 2])
+    assert [call for call in calls if call.startswith("log")] == ["log 0", "log 1", "log 2"]
     assert records(tmp_path) == records(plain_runs[0])[:3]
+    (message,) = recorder.messages
+    assert "broken" in message
+    assert "no such metric" in message
+    (event,) = [e for e in read_events(tmp_path / "events.jsonl") if e["kind"] == "tracker_failed"]
+    assert (event["step"], event["says"]) == (1, message)
+
+
+class Talker(CountingTracker):
+    """Says what it was asked as it finishes, as the trackers of services do, and takes Ctrl-C for itself."""
+
+    def start(self, run_name, out_dir, *, resume_step=None):
+        super().start(run_name, out_dir, resume_step=resume_step)
+        signal.signal(signal.SIGINT, lambda *_: self.calls.append("took the signal"))
+
+
+def test_the_last_word_is_the_runs(tmp_path, monkeypatch):
+    """How to resume stands below the summaries that trackers print; a signal is the run's, and costs no step."""
+    monkeypatch.setitem(TRACKERS, "talker", Talker)
+    monkeypatch.setattr(CountingTracker, "calls", calls := [], raising=False)
+    recorder = Recorder(1, interrupt(signal.SIGINT))
+    monkeypatch.setattr(recorder, "on_finish", lambda result: calls.append(result.resume_command))
+    settings = small_config(*TWO_STEPS, "trainer.trackers=[talker]")
+    trainer.train(settings, tmp_path, observer=recorder)
+    assert calls == ["start", "log 0", "log 1", "interrupted", run_folder.resume_command(tmp_path)]
+
+
+class Pictures(CountingTracker):
+    """Keeps the pictures that it gets."""
+
+    def log_images(self, images, step):
+        self.calls.append(
+            (step, {name: [picture.size for picture in group] for name, group in images.items()})
+        )
+
+
+def test_trackers_get_the_images_of_an_evaluation(tmp_path, monkeypatch):
+    monkeypatch.setitem(TRACKERS, "pictures", Pictures)
+    monkeypatch.setattr(CountingTracker, "calls", calls := [], raising=False)
+    trainer.train(
+        small_config(
+            *TWO_STEPS, "trainer.trackers=[pictures]", "trainer.image_every=2", "data.num_heldout=20"
+        ),
+        tmp_path,
+    )
+    logged = [call for call in calls if isinstance(call, tuple)]
+    first = [(128, 64 + 18)] * 16  # of 20 held-out images of 16 x 32 pixels, enlarged and labelled
+    assert logged[0] == (0, {"eval/images": first})
+    assert logged[1][0] == 2
+    assert logged[1:] == [(2, {"eval/images": first}), (2, {"rollout": [(4 * 128 + 3 * 4, 64 + 18)]})]
+    names = {path.name for path in (tmp_path / "images").iterdir()}
+    assert names == {"eval_before.png", "eval_after.png", "before_after.png", "rollout_000002_00.png"}
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def preset_table(replays: Sequence[Replay]) -> Table:
     for one in replays:
         if one.outcome is None:
             reasons.setdefault(one.reason, []).append(one.label)
-    note = "; ".join([note, *(f"not replayed: {', '.join(names)} ({why})" for why, names in reasons.items())])
+    note = "; ".join([note, *(f"{_named(names)} not replayed ({why})" for why, names in reasons.items())])
     return Table(
         name="presets",
         title="Presets beside no correction",
@@ -175,6 +175,10 @@ def preset_table(replays: Sequence[Replay]) -> Table:
         ],
         marks=["this" if one.of_run else "idle" if outcome.same else "" for one, outcome in found],
     )
+
+
+def _named(names: Sequence[str]) -> str:
+    return f"{names[0]} is" if len(names) == 1 else f"{len(names)} are"
 
 
 def preset_charts(replays: Sequence[Replay], steps: Sequence[int]) -> dict[str, Chart]:

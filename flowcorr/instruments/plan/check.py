@@ -79,7 +79,7 @@ def check_fit(recipe: str, overrides: Sequence[str], *, memory: float, ranks: in
         text=True,
         check=False,
     )
-    if outcome.returncode:
+    if not outcome.stdout:  # an exit code may also say that the run does not fit
         lines = outcome.stderr.strip().splitlines()
         logger.warning(
             "the memory that the run needs could not be predicted: %s", lines[-1] if lines else "no answer"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from flowcorr.config.schema import Config
+from flowcorr.instruments import page
 from flowcorr.instruments.finding import Column, Fact, Finding, Level, Report, Table, keys_of
 from flowcorr.instruments.plan.answers import MARGIN, SHARED, Plan, duration, gigabytes
 from flowcorr.instruments.plan.devices import Gpu
@@ -35,6 +36,12 @@ def report_of(made: Plan) -> Report:
         tables=(_phases(made),),
         findings=(trainer, _micro_batch(made), *_engine(made)),
     )
+
+
+def exit_code(report: Report) -> int:
+    """0 where the run fits, 1 where it may not, 2 where it does not; the engine may have a GPU of its own for that."""
+    own = [finding for finding in report.findings if finding.cause != SHARED]
+    return page.exit_code(replace(report, findings=own))
 
 
 def _facts(made: Plan) -> Iterator[Fact]:

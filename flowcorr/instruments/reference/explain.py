@@ -15,12 +15,14 @@ from flowcorr.instruments.doctor.checks import CAUSES, CHECKS
 from flowcorr.instruments.fault_words import FAULTS
 from flowcorr.instruments.metrics.metric import Metric
 from flowcorr.instruments.metrics.table import METRICS, RULES, find_metric, progress_labels
-from flowcorr.instruments.reference.glossary import SYNONYMS, WORDS
+from flowcorr.instruments.reference.glossary import SYNONYMS, WORDS, find_word
 from flowcorr.instruments.reference.interfaces import INTERFACES, find_interface, rows_of
 from flowcorr.instruments.reference.keys import find_key, keys
 from flowcorr.instruments.reference.tables import OF_SEVERAL_STEPS, healthy
+from flowcorr.losses import LOSSES
 
 _BY_LABEL = {label: name for name, label in progress_labels(METRICS).items()}
+_TYPES = ("null", "true", "false", "integer", "number", "text", "mapping")
 _CHECKS = {check.name: check for check in CHECKS}
 _RULES = {rule.name: rule.metric for rule in RULES}
 
@@ -31,7 +33,7 @@ def explanation(name: str) -> str:
     Raises:
         ConfigError: nothing has that name, or a name of one's own cannot be imported.
     """
-    senses = [_own(name)] if ":" in name else list(_senses(name))
+    senses = [_own(name)] if ":" in name else list(_senses(name)) or list(_values(name))
     if not senses:
         near = difflib.get_close_matches(name, _known(), n=3, cutoff=0.5)
         hint = f": did you mean {', '.join(near)}?" if near else "."
@@ -44,8 +46,7 @@ def explanation(name: str) -> str:
 
 def _senses(name: str) -> Iterator[Iterator[str]]:
     """The lines on each thing of that name."""
-    word = SYNONYMS.get(name.lower(), name.lower())
-    if word in WORDS:
+    if (word := find_word(name)) is not None:
         yield _word(word)
     if name in NAMES:
         yield _preset(name)
@@ -86,10 +87,18 @@ def _senses(name: str) -> Iterator[Iterator[str]]:
                 "  worry: always: such samples teach something else; the report has the remedy behind `->`",
             )
         )
-    if name in RS_MODES and name not in WORDS:
+    if name in RS_MODES and word is None:
         yield _mode(name)
     if (interface := find_interface(name)) is not None:
         yield _interface(interface)
+
+
+def _values(name: str) -> Iterator[Iterator[str]]:
+    """The lines on each key that takes this name as a value, such as `cps`."""
+    for key in keys():
+        choices = LOSSES if key.name == "actor.loss_mode" else key.choices.split(" | ")
+        if name in choices and name not in _TYPES:
+            yield iter((f"{name} (value of {key.name})", f"  {key.meaning}"))
 
 
 def _own(path: str) -> Iterator[str]:
@@ -111,9 +120,10 @@ def _word(name: str) -> Iterator[str]:
     if word.worry:
         yield f"  worry: {word.worry}"
         yield f"  do: {word.remedy}"
-    else:
+    elif word.metrics:
         yield from _watched(word.metrics[0])
-    yield f"  metrics: {', '.join(word.metrics)}"
+    if word.metrics:
+        yield f"  metrics: {', '.join(word.metrics)}"
 
 
 def _metric(name: str, metric: Metric) -> Iterator[str]:
@@ -195,7 +205,14 @@ def _watched(name: str) -> Iterator[str]:
 
 
 def _known() -> list[str]:
-    names = [*_BY_LABEL, *WORDS, *NAMES, *(key.name for key in keys()), *(metric.name for metric in METRICS)]
+    names = [
+        *_BY_LABEL,
+        *WORDS,
+        *SYNONYMS,
+        *NAMES,
+        *(key.name for key in keys()),
+        *(metric.name for metric in METRICS),
+    ]
     names += [metric.name.rpartition("/")[2] for metric in METRICS]
     names += [interface.rpartition(".")[2] for interface in INTERFACES]
     return list(dict.fromkeys([*names, *_CHECKS, *CAUSES, *FAULTS, *_RULES, *OF_SEVERAL_STEPS, *RS_MODES]))

@@ -1,4 +1,4 @@
-"""Words that the tools print and that are no metric, key, preset, check or fault."""
+"""Words of screens and pages that are no metric, key, preset, check or fault."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class Word:
 
     Attributes:
         meaning: its explanation.
-        metrics: the metrics that measure it.
-        worry: when to worry; empty if the healthy range of the first metric says it.
+        metrics: the metrics that measure it; none for a word that only names a thing.
+        worry: when to worry; empty if the healthy range of the first metric says it, and without metrics.
         remedy: what to do then; empty likewise.
     """
 
     meaning: str
-    metrics: tuple[str, ...]
+    metrics: tuple[str, ...] = ()
     worry: str = ""
     remedy: str = ""
 
@@ -94,6 +94,241 @@ WORDS: Mapping[str, Word] = {
         worry="in bypass mode, or where the adapter is served on the unquantized base",
         remedy="recompute old log-probs, sample in process, or take `int8`, which is .8 % away",
     ),
+    "rollout": Word(
+        meaning="The policy that collected the samples: the rollout engine's weights and arithmetic, perhaps some"
+        " steps old."
+    ),
+    "old": Word(
+        meaning="The policy that anchors the PPO clip. In decoupled mode the trainer recomputes its log-probs "
+        "before the update; in bypass mode they are the rollout's."
+    ),
+    "current": Word(meaning="The policy that is being updated: the trainer's weights now."),
+    "actor": Word(
+        meaning="The trainer's copy of the transformer, which is trained, and recomputes log-probs."
+    ),
+    "engine": Word(
+        meaning="The program that samples images for training, such as vllm-omni, or diffusers in the trainer's "
+        "process: `rollout.name`."
+    ),
+    "trainer": Word(
+        meaning="The part of flowcorr that trains, with diffusers and peft; its copy of the model is the actor."
+    ),
+    "log-prob": Word(
+        meaning="Log of the probability density of one SDE step, as a mean over the latent's elements: nats per "
+        "latent element. So the exp of a difference of two is the D-th root of a density ratio."
+    ),
+    "latent element": Word(
+        meaning="One number of the latent that a sample is in before it is decoded; a sample has D of them."
+    ),
+    "ratio": Word(
+        meaning="`exp` of the difference of two log-probs, which PPO clips: current against old policy. Log-probs"
+        " are means over latent elements, so ratios are near 1."
+    ),
+    "r": Word(
+        meaning="Distance of two step means in standard deviations of the step: r^2 = mean((mu_a - mu_b)^2 / s^2)"
+        " over latent elements. The exact KL of the step is r^2 / 2, and `delta` scatters by r / sqrt(D)."
+    ),
+    "exact kl": Word(
+        meaning="KL of two Gaussian steps from their means: r^2 / 2 a latent element, without sampling noise."
+    ),
+    "k1": Word(
+        meaning="k1 = -delta, k2 = delta^2 / 2 and k3 = exp(delta) - 1 - delta, from log-probs alone. As these are "
+        "means over D elements, k1 scatters around the exact KL, and k2 and k3 are near a D-th of it. Rejection modes are "
+        "named after them."
+    ),
+    "noise floor": Word(
+        meaning="The spread of `delta` before any update, from precision and old weights alone. Where it exceeds "
+        "the clip range, the clip acts on noise."
+    ),
+    "clip range": Word(
+        meaning="How far PPO lets the ratio of current to old probability move from 1: `actor.clip_ratio`, one "
+        "number or one by step index. It has to lie above the noise floor in bypass mode."
+    ),
+    "clip needed": Word(
+        meaning="The clip range that bypass mode needs so that the noise floor stays inside it."
+    ),
+    "outside clip": Word(
+        meaning="Share of terms whose ratio of old to rollout probability already lies outside the clip range "
+        "before any update."
+    ),
+    "sde window": Word(
+        meaning="The SDE steps that are trained, mostly 2 of the schedule; only they have log-probs. The others, "
+        "and decoding, belong to the rollout alone: replays watch them."
+    ),
+    "schedule": Word(meaning="The sigmas from 1 to 0 at which the model is asked, and their shift."),
+    "sigma": Word(meaning="Noise level of a latent on the way from 1 (noise) to 0 (image)."),
+    "noise level": Word(meaning="`sampling.noise_level`: how much fresh noise an SDE step adds."),
+    "step index": Word(
+        meaning="Place of a sampling step in the schedule, from 0. Numbers by step index show which part of the "
+        "schedule is off."
+    ),
+    "term": Word(meaning="One SDE step of one sample, with one log-prob."),
+    "group": Word(
+        meaning="The samples of one prompt, `rollout.n` of them. Advantages compare a sample with its group."
+    ),
+    "member": Word(meaning="One sample of a group."),
+    "advantage": Word(
+        meaning="Reward of a sample less the mean of its group, mostly divided by the standard deviation: what "
+        "its log-probs are pushed by."
+    ),
+    "weights": Word(
+        meaning="Importance weights (IS): exp of the scaled `delta`, which multiply the loss, capped by "
+        "`rollout_is_threshold` (TIS) or zeroed outside a band (IcePop)."
+    ),
+    "rejection": Word(
+        meaning="Rejection sampling (RS): steps or samples beyond a threshold leave the loss. `rollout_rs` names "
+        "the modes, `rollout_rs_threshold` their bands."
+    ),
+    "band": Word(meaning="The range of values that a rejection mode, or IcePop, keeps."),
+    "veto": Word(
+        meaning="A sample one of whose steps has a ratio below `rollout_token_veto_threshold` is rejected whole."
+    ),
+    "scale": Word(
+        meaning="`log_ratio_scale`: the factor on `delta` before weights and bands: `mean` (1), `sqrt` (sqrt(D)) "
+        "or `sum` (D, the steps' density ratio)."
+    ),
+    "token": Word(meaning="In verl's names one SDE step: token weights and modes judge each step by itself."),
+    "sequence": Word(
+        meaning="In verl's names the whole SDE window of a sample: weights of its sum of `delta`."
+    ),
+    "geometric": Word(meaning="Weights or bands of the mean of `delta` over the SDE window of a sample."),
+    "staleness": Word(
+        meaning="How many training steps the engine's weights are older than the actor's: `rollout.staleness`."
+    ),
+    "recompute": Word(
+        meaning="Score the rollout's samples with the actor before the update, for old log-probs of the trainer's"
+        " own."
+    ),
+    "residual": Word(
+        meaning="The engine's value less the trainer's, with its sign, projected on the change that a fault would"
+        " make. Rounding averages out over steps, a fault does not."
+    ),
+    "unseen": Word(
+        meaning="The largest fault that a residual cannot exclude yet. It falls with every replay."
+    ),
+    "replay": Word(
+        meaning="The training stack repeats sampled images from the rollout's own values, in legs, every "
+        "`rollout.replay_every` steps."
+    ),
+    "probe": Word(
+        meaning="A fixed point at which engine and actor are both asked after each sync of weights: the engine's "
+        "velocity has to move as the actor's does."
+    ),
+    "digest": Word(
+        meaning="A hash of the adapter's weights: the engine's has to equal the actor's after each sync."
+    ),
+    "witness": Word(
+        meaning="An equality that holds in every precision, such as equal seeds or digests, so that a difference "
+        "is a fault."
+    ),
+    "adapter": Word(
+        meaning="The LoRA weights that are trained, scaled by model.lora.alpha / model.lora.rank."
+    ),
+    "guidance": Word(
+        meaning="Classifier-free guidance: velocities with the prompt and with the negative one, combined by "
+        "`sampling.guidance_scale`. Distilled models take the number as an input."
+    ),
+    "precision": Word(
+        meaning="The number format that a stack computes in. Limits of the doctor and of replays follow the "
+        "coarser of both."
+    ),
+    "dump": Word(
+        meaning="Files of log-probs, advantages and perhaps captured samples of training steps, by "
+        "trainer.dump_log_probs or flowcorr.dump."
+    ),
+    "preset": Word(meaning="A named choice of mode, weights and rejection: `flowcorr presets` lists them."),
+    "finding": Word(
+        meaning="A line of a report: its level (serious, warning, note, healthy), cause, numbers and remedy."
+    ),
+    "held out": Word(
+        meaning="Prompts that nothing is trained on; evaluations sample one image for each, from the same noise "
+        "at every step."
+    ),
+    "mini-batch": Word(
+        meaning="The part of a batch of one optimizer step; `actor.mini_batches` of them make an epoch."
+    ),
+    "micro-batch": Word(
+        meaning="The part of a mini-batch of one forward and backward pass: it changes memory and speed, never "
+        "the gradient."
+    ),
+    "filler sample": Word(
+        meaning="A repeated sample that keeps ranks at equally many passes; it has no part in the loss."
+    ),
+    "score centering": Word(
+        meaning="The value of a log-prob with another gradient: around the rollout's step mean. Off by default."
+    ),
+    "robust standard deviation": Word(
+        meaning="1.4826 times the median distance from the median, which single outliers do not move."
+    ),
+    "weight": Word(meaning="In the audit, the mean of the weights that a preset puts on the loss."),
+    "cosine": Word(
+        meaning="In the audit, between a preset's coefficients d loss / d log_prob and those without correction: "
+        "1 where only the length of the gradient changes, which Adam ignores. `lowest` is its smallest "
+        "value over training steps."
+    ),
+    "norm": Word(
+        meaning="In the audit, the length of a preset's coefficients as a multiple of the uncorrected one."
+    ),
+    "changed": Word(
+        meaning="In the audit, terms whose coefficient changes its sign, becomes 0, or is no longer 0 under a "
+        "preset."
+    ),
+    "rejected": Word(
+        meaning="Share of terms that rejection leaves out; `samples` counts whole samples of which a step is left"
+        " out."
+    ),
+    "chi-squared": Word(
+        meaning="Mean square of the weights less 1; an effective sample size is about 1 / (1 + chi-squared)."
+    ),
+    "ess expected": Word(
+        meaning="Effective sample size that follows from the exact KLs, for many samples like those that were "
+        "measured."
+    ),
+    "peak": Word(
+        meaning="In a plan, the most GPU memory of a phase. Of arithmetic, the GPU's largest speed."
+    ),
+    "phase": Word(
+        meaning="A part of a training step: sample, decode, reward, recompute, update, sync; and before them "
+        "load, encode, evaluate."
+    ),
+    "relative": Word(meaning="Of Ray workers, a worker's gap as a multiple of the others' median."),
+    "learning": Word(
+        meaning="Finding of the report: whether the held-out reward rose beyond its standard error."
+    ),
+    "ending": Word(meaning="Finding of the report: the run failed, was interrupted, or has not ended."),
+    "files": Word(
+        meaning="Finding about files of a run that are missing or cannot be read, and about stand-ins for them."
+    ),
+    "rules": Word(meaning="Finding of the report: no health rule was broken."),
+    "steps": Word(meaning="Training steps of a run; as a finding, that none was logged."),
+    "ages": Word(meaning="Finding of the audit: samples of weights of different ages are mixed."),
+    "unmeasured": Word(
+        meaning="Finding of the audit: a part of the advice needs a number that could not be measured."
+    ),
+    "wider_clip": Word(
+        meaning="Finding of the audit: bypass mode would need a wider clip range than the configured one."
+    ),
+    "micro_batch": Word(
+        meaning="Finding of the plan: whether the micro-batch fits, and the largest that does."
+    ),
+    "trainer_memory": Word(
+        meaning="Finding of the plan: whether the trainer's peak fits the GPU with a margin of 13 percent."
+    ),
+    "sample": Word(
+        meaning="One image or video that the engine made for a prompt, with the steps that led to it."
+    ),
+    "epoch": Word(meaning="One pass of the update over a training step's samples: `actor.epochs`."),
+    "checkpoint": Word(
+        meaning="A folder under the run's `checkpoints/` with weights, optimizer and counters, from which "
+        "`flowcorr train --resume` goes on."
+    ),
+    "shard": Word(meaning="A rank's part of the weights, with `actor.fsdp=true`."),
+    "margin": Word(
+        meaning="In a plan, 13 percent of memory: 5 for the prediction's error, 8 for fragmentation and CUDA's own."
+    ),
+    "on-policy": Word(
+        meaning="Samples of the very policy that is updated: the same weights in the same arithmetic, so a gap of 0."
+    ),
 }
 """By the word in lower case."""
 SYNONYMS: Mapping[str, str] = {
@@ -102,5 +337,58 @@ SYNONYMS: Mapping[str, str] = {
     "gap": "joint nats",
     "legs": "leg",
     "|delta|": "delta",
+    "clip": "clip range",
+    "clip ratio": "clip range",
+    "window": "sde window",
+    "gaps": "joint nats",
+    "kl": "exact kl",
+    "k2": "k1",
+    "k3": "k1",
+    "is": "weights",
+    "tis": "weights",
+    "icepop": "weights",
+    "importance weight": "weights",
+    "cap": "weights",
+    "rs": "rejection",
+    "rejection sampling": "rejection",
+    "threshold": "band",
+    "mean-pooled": "log-prob",
+    "stale": "staleness",
+    "stale weights": "staleness",
+    "drift": "delta",
+    "mismatch": "joint nats",
+    "lora scale": "adapter",
+    "cfg": "guidance",
+    "dumped steps": "dump",
+    "heldout": "held out",
+    "minibatch": "mini-batch",
+    "microbatch": "micro-batch",
+    "rollout policy": "rollout",
+    "old policy": "old",
+    "current policy": "current",
+    "rollout engine": "engine",
+    "training stack": "trainer",
+    "lowest": "cosine",
+    "samples": "rejected",
+    "level": "token",
+    "expected ess": "ess expected",
+    "noise of the engine": "noise floor",
+    "ppo": "clip range",
+    "equality": "witness",
 }
 """Other spellings."""
+
+
+def find_word(name: str) -> str | None:
+    """The word of this name, in any case, with blanks, `_` or `-` between its parts, in singular or plural."""
+    for spelt in (_plain(name), _plain(name).removesuffix("s")):
+        if (word := _SPELLINGS.get(spelt)) is not None:
+            return word
+    return None
+
+
+def _plain(name: str) -> str:
+    return " ".join(name.lower().replace("_", " ").replace("-", " ").split())
+
+
+_SPELLINGS = {_plain(name): word for name, word in [*SYNONYMS.items(), *zip(WORDS, WORDS, strict=True)]}

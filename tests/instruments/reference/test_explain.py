@@ -114,3 +114,10 @@ def test_rows_and_code_of_ones_own_are_explained(tmp_path, monkeypatch, capsys):
     assert "Counts faces." in code
     assert main(["explain", "rows_to_explain:NOTHING"]) == 2
     assert "rows_to_explain:NOTHING" in capsys.readouterr().err
+
+
+def test_a_name_that_is_unknown_keeps_none_of_the_others_back(capsys):
+    assert main(["explain", "k3_kl", "nonsense", "clip range", "rubbish"]) == 2
+    out, err = capsys.readouterr()
+    assert out == f"{explanation('k3_kl')}\n\n{explanation('clip range')}\n"
+    assert (err.count("\n"), "'nonsense'" in err, "'rubbish'" in err) == (1, True, True)
