@@ -8,7 +8,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import matplotlib
@@ -27,6 +27,7 @@ WIDTH, HEIGHT = 380, 220  # pixels of a chart in a page, as wide as a phone; one
 _POINTS = 72  # an inch
 _PNG_SCALE = 2
 _CAPTION_COLUMNS = 64
+_LOOK = ("colour", "zoom", "scale", "view", "muted")  # arguments of a drawing that are no numbers
 _STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib; a page shows its own font instead
     "font.size": 12,
@@ -68,7 +69,8 @@ class Chart:
     Attributes:
         name: of its PNG, without a suffix; no two charts of a page share one.
         title: what it shows.
-        draw: draws it into an empty figure.
+        draw: draws `data` into an empty figure.
+        data: the arguments of `draw` by name.
         caption: unit, limits and what else is to be said about it.
         metric: the metric that it shows, if it shows one and the title is not its name.
         height: in pixels, where it is `WIDTH` wide.
@@ -77,7 +79,8 @@ class Chart:
 
     name: str
     title: str
-    draw: Callable[[Figure], None]
+    draw: Callable[..., None]
+    data: Mapping[str, Any] = field(default_factory=dict)
     caption: str = ""
     metric: str = ""
     height: float = HEIGHT
@@ -92,6 +95,11 @@ class Chart:
             '<figure class="card"><h3>{}</h3><div role="img" aria-label="{}">{}</div>'
             "<figcaption>{}</figcaption></figure>"
         ).format(self.title, self.title, self.svg(), caption)
+
+    def numbers(self) -> dict[str, Any]:
+        """Everything that is drawn, as plain values: curves with their bands, shares of bins, cells, limits."""
+        words = {name: getattr(self, name) for name in ("title", "caption", "metric") if getattr(self, name)}
+        return words | {name: _plain(value) for name, value in self.data.items() if name not in _LOOK}
 
     def svg(self) -> Markup:
         """The chart alone."""
@@ -117,8 +125,22 @@ class Chart:
     def _figure(self, height: float) -> Figure:
         # A canvas prints it: `savefig` would draw it once more before, a tenth of its time.
         figure = Figure(figsize=(WIDTH / _POINTS, height / _POINTS), dpi=_PNG_SCALE * _POINTS)
-        self.draw(figure)
+        self.draw(figure, **self.data)
         return figure
+
+
+def _plain(value: Any) -> Any:
+    """A value of `Chart.data` without its look; cells by row and column become triples."""
+    if hasattr(value, "numbers"):
+        return value.numbers()
+    if is_dataclass(value):
+        names = [member.name for member in fields(value) if member.name not in _LOOK]
+        return {name: _plain(getattr(value, name)) for name in names}
+    if isinstance(value, Mapping):
+        if any(isinstance(key, tuple) for key in value):
+            return [[*key, part] for key, part in value.items()]
+        return {key: _plain(part) for key, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 @contextlib.contextmanager

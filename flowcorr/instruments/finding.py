@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -163,6 +163,9 @@ class Picture(Protocol):
     def html(self) -> Markup:
         """The picture as an element of a page, with its title and its caption."""
 
+    def numbers(self) -> Mapping[str, Any] | None:
+        """Everything that it draws, as plain values; None of an image."""
+
     def png(self, note: str = "") -> bytes | None:
         """The picture as a PNG file, with `note` below it; None where it has a file already."""
 
@@ -229,6 +232,15 @@ class Report:
         """The rows of a table by column; none where there is no such table."""
         return next((table.records() for table in self.tables if table.name == name), [])
 
+    def _charts(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """The numbers of each chart by its name, with its section and the runs that short names of lines stand for."""
+        for section in self.charts:
+            lines = {mark: name for mark, name, _ in section.legend if mark != name}
+            beside: dict[str, Any] = {"section": section.title} | ({"lines": lines} if lines else {})
+            for name, picture in section.pictures.items():
+                if (numbers := picture.numbers()) is not None:
+                    yield name, beside | dict(numbers)
+
     def to_mapping(self) -> dict[str, Any]:
         """Plain, finite values for JSON."""
         return _plain(
@@ -242,6 +254,7 @@ class Report:
                 ],
                 "facts": {fact.name: fact.value for fact in self.facts},
                 "tables": {table.name: table.records() for table in self.tables},
+                "charts": dict(self._charts()),
             }
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -46,6 +47,11 @@ class Curve:
     mark: str
     colour: str
     band: Sequence[BandPoint]
+
+    def numbers(self) -> dict[str, Any]:
+        """Name, steps, means, and smallest and largest values, as plain lists."""
+        names = ("steps", "means", "least", "most")
+        return {"name": self.mark} | dict(zip(names, map(list, zip(*self.band, strict=True)), strict=True))
 
 
 def draw_curves(
@@ -138,27 +144,27 @@ def draw_heat_map(
 
 def draw_histograms(
     figure: Figure,
-    rows: Sequence[tuple[str, Sequence[float]]],
-    view: float,
+    rows: Mapping[str, Sequence[float]],
+    edges: Sequence[float],
     limits: tuple[float, float] | None = None,
     colour: str = BLUE,
 ) -> None:
-    """Shares by bin from `-view` to `view`, a row each with a height of its own; bins outside `limits` are dark."""
+    """Shares of bins between `edges`, a row each with a height of its own; bins outside `limits` are dark."""
     low, high = limits or _NO_LIMITS
+    edges = np.asarray(edges)
+    middles = (edges[1:] + edges[:-1]) / 2
     panels = figure.subplots(len(rows), sharex=True, squeeze=False)[:, 0]
-    for panel, (name, shares) in zip(panels, rows, strict=True):
-        edges = np.linspace(-view, view, len(shares) + 1)
-        middles = (edges[1:] + edges[:-1]) / 2
+    for panel, (name, shares) in zip(panels, rows.items(), strict=True):
         inside = (low <= middles) & (middles <= high)
         for where, fill in ((inside, colour), (~inside, INK)):
             if where.any():
                 panel.stairs(np.where(where, shares, 0), edges, fill=True, color=fill)
         for limit in (low, high):
-            if abs(limit) <= view:
+            if edges[0] <= limit <= edges[-1]:
                 panel.axvline(limit, color=LIMIT, linewidth=1, linestyle=(0, (4, 3)))
         panel.set_yticks([])
         panel.set_ylim(0, max(*shares, 1e-9) * 1.05)
-        panel.set_xlim(-view, view)
+        panel.set_xlim(edges[0], edges[-1])
         panel.set_ylabel(name, rotation=0, ha="right", va="center", color=SOFT)
         panel.grid(axis="x")
         panel.spines["bottom"].set_color(SOFT)

@@ -56,7 +56,7 @@ def test_help_lists_the_recipes(command, capsys):
         (["config", "tiny_ocr_lra"], "did you mean tiny_ocr_lora?"),
         (["config", "tiny_ocr_lora", "actor.lrr=1"], "did you mean actor.lr?"),
         (["train", "tiny_ocr_lora", "rollout.n=1"], "rollout.n=1 leaves every advantage at 0"),
-        (["eval", "/nowhere"], "/nowhere holds no run"),
+        (["eval", "/nowhere"], "/nowhere does not exist"),
     ],
 )
 def test_bad_configuration_is_one_line_and_exit_code_2(arguments, message, capsys):

@@ -53,5 +53,5 @@ class Page(HTMLParser):
 def drawn(chart):
     """The axes of a chart; the first, where it has several."""
     figure = Figure()
-    chart.draw(figure)
+    chart.draw(figure, **chart.data)
     return figure.axes[0]

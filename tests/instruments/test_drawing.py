@@ -3,7 +3,6 @@
 import io
 import itertools
 import re
-from functools import partial
 
 import pytest
 from matplotlib.figure import Figure
@@ -17,7 +16,7 @@ POINTS = [(step, step / 4, step / 8, step / 2) for step in range(5)]
 
 def chart_of(*marks, name="chart", **more):
     curves = [Curve(mark=mark, colour="#000000", band=POINTS) for mark in marks]
-    return Chart(name=name, title="A chart", draw=partial(draw_curves, curves=curves), **more)
+    return Chart(name=name, title="A chart", draw=draw_curves, data={"curves": curves}, **more)
 
 
 def test_svg_is_small_plain_and_escaped(evil):

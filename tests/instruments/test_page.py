@@ -3,7 +3,6 @@
 import io
 import json
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from flowcorr.instruments.plots import Curve, draw_curves
 @pytest.fixture
 def chart():
     curve = Curve(mark="kl", colour="#000000", band=[(step, step, step, step) for step in range(3)])
-    return Chart(name="drift", title="Drift", draw=partial(draw_curves, curves=[curve]))
+    return Chart(name="drift", title="Drift", draw=draw_curves, data={"curves": [curve]})
 
 
 def test_a_link_in_the_place_of_a_page_is_replaced(tmp_path):

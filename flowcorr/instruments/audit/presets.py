@@ -11,7 +11,6 @@ import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from string import ascii_uppercase
 from typing import Literal
 
@@ -201,7 +200,8 @@ def preset_charts(replays: Sequence[Replay], steps: Sequence[int]) -> dict[str, 
             name="presets_direction",
             title="Direction: cosine with no correction",
             caption="dot: mean over steps; line: down to the lowest step; grey: acts as no correction does",
-            draw=partial(draw_dots, rows=rows, view=(least - 0.04, 1.04)),
+            draw=draw_dots,
+            data={"rows": rows, "view": (least - 0.04, 1.04)},
             height=34 + 19 * len(shown),
         )
     ]
@@ -211,7 +211,8 @@ def preset_charts(replays: Sequence[Replay], steps: Sequence[int]) -> dict[str, 
             Chart(
                 name="presets_over_training",
                 title="Cosine with no correction over training",
-                draw=partial(draw_curves, curves=curves),
+                draw=draw_curves,
+                data={"curves": curves},
                 caption=f"across: training steps; {names}",
             )
         )

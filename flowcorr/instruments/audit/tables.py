@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from matplotlib.figure import Figure
@@ -156,7 +155,8 @@ def gap_chart(steps: Table, limit: float | Sequence[float] | None) -> Chart:
     return Chart(
         name="audit_gap",
         title="The gap by step of the schedule",
-        draw=partial(_draw_gap, steps=steps, limit=limit),
+        draw=_draw_gap,
+        data={"steps": steps, "limit": limit},
         caption=f"{quantiles}: quantiles of |delta log p|, nats per latent element; needed: the clip range that "
         "bypass needs" + ("; clip: the configured clip range" if limit is not None else ""),
     )

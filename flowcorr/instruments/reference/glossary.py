@@ -133,8 +133,8 @@ WORDS: Mapping[str, Word] = {
     ),
     "k1": Word(
         meaning="k1 = -delta, k2 = delta^2 / 2 and k3 = exp(delta) - 1 - delta, from log-probs alone. As these are "
-        "means over D elements, k1 scatters around the exact KL, and k2 and k3 are near a D-th of it. Rejection modes are "
-        "named after them."
+        "means over D elements, k1 scatters around the exact KL, and k2 and k3 are near a D-th of it. Rejection modes "
+        "are named after them."
     ),
     "noise floor": Word(
         meaning="The spread of `delta` before any update, from precision and old weights alone. Where it exceeds "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import partial
 
 from flowcorr.instruments.drawing import PALETTE, Chart
 from flowcorr.instruments.plots import BandPoint, Curve, draw_curves
@@ -42,7 +41,8 @@ def band_charts(groups: Sequence[Group]) -> list[Chart]:
                 Chart(
                     name=f"bands_{mode}_{index}",
                     title=f"Measured bands of {mode}, {group.label}",
-                    draw=partial(draw_curves, curves=curves),
+                    draw=draw_curves,
+                    data={"curves": curves},
                     caption="; ".join(filter(None, (_CAPTION, rows_text(steps, measured)))),
                     metric=f"rollout_corr/step_<i>/rollout_rs_{mode}_threshold_high",
                 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from statistics import fmean, median
 
 import torch
@@ -233,7 +232,8 @@ def _curve(groups: Sequence[Group], metric: str, title: str, unit: str, *, zoom:
     return Chart(
         name=metric.replace("/", "_"),
         title=title,
-        draw=partial(draw_curves, curves=curves, healthy=healthy, serious=serious, zoom=zoom),
+        draw=draw_curves,
+        data={"curves": curves, "healthy": healthy, "serious": serious, "zoom": zoom},
         caption="; ".join(filter(None, [unit, limits, stride_text(stride)])),
         metric="" if title == metric else metric,
         shaded=limit_in_view(curves, healthy, zoom=zoom),
@@ -302,13 +302,13 @@ def _ratio_chart(group: Group, spread: Spread, index: int, colour: str) -> Chart
     return Chart(
         name=f"ratios_{index}",
         title=f"Ratios of the update, {group.label}",
-        draw=partial(
-            draw_histograms,
-            rows=[("", shares(moved, view, _BINS))],
-            view=view,
-            colour=colour,
-            limits=spread.limits,
-        ),
+        draw=draw_histograms,
+        data={
+            "rows": {"": shares(moved, view, _BINS)},
+            "edges": _edges(view),
+            "limits": spread.limits,
+            "colour": colour,
+        },
         caption="; ".join(filter(None, texts)),
     )
 
@@ -331,7 +331,7 @@ def _mismatch_chart(group: Group, spread: Spread, index: int, colour: str) -> Ch
     everything = torch.cat(list(spread.mismatch.values()))
     view = reach(everything)
     shown = spread_out(list(spread.mismatch))
-    rows = [(f"step {step}", shares(spread.mismatch[step], view, _BINS)) for step in shown]
+    rows = {f"step {step}": shares(spread.mismatch[step], view, _BINS) for step in shown}
     what = "current less rollout log-prob"
     if spread.num_bypass < spread.num_steps:
         also = f", of steps in bypass mode {what}" if spread.num_bypass else ""
@@ -351,10 +351,15 @@ def _mismatch_chart(group: Group, spread: Spread, index: int, colour: str) -> Ch
     return Chart(
         name=f"mismatch_by_step_{index}",
         title=f"Rollout mismatch, {group.label}",
-        draw=partial(draw_histograms, rows=rows, view=view, colour=colour),
+        draw=draw_histograms,
+        data={"rows": rows, "edges": _edges(view), "colour": colour},
         caption="; ".join(filter(None, texts)),
         height=max(HEIGHT, 30 + 40 * len(rows)),
     )
+
+
+def _edges(view: float) -> list[float]:
+    return torch.linspace(-view, view, _BINS + 1, dtype=torch.float64).tolist()
 
 
 def _beyond(values: Tensor, view: float) -> str:
@@ -384,7 +389,8 @@ def _timing(group: Group, index: int, colour: str) -> Chart | None:
     return Chart(
         name=f"time_{index}",
         title=f"Time, {group.label}",
-        draw=partial(draw_bars, bars=bars, colour=colour),
+        draw=draw_bars,
+        data={"bars": bars, "colour": colour},
         caption=f"a step takes {duration(whole)} in the median",
         height=30 + 28 * len(bars),
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import fmean
 
 from flowcorr.instruments.drawing import HEIGHT, Chart
@@ -37,18 +36,18 @@ def heat_maps(groups: Sequence[Group]) -> list[Chart]:
         unit = "nats per latent element, on a logarithmic scale"
         if not max(found.cells.values()) > 0:
             unit = "0 everywhere: both stacks score alike, to the last bit"
-        draw = partial(
-            draw_heat_map,
-            rows=found.rows,
-            columns=found.columns,
-            cells=found.cells,
-            scale=(ROUNDING, largest),
-        )
+        data = {
+            "rows": found.rows,
+            "columns": found.columns,
+            "cells": found.cells,
+            "scale": (ROUNDING, largest),
+        }
         charts.append(
             Chart(
                 name=f"drift_by_timestep_{index}",
                 title=f"Drift by timestep, {groups[index].label}",
-                draw=draw,
+                draw=draw_heat_map,
+                data=data,
                 caption="; ".join(filter(None, ["across: training step", unit, found.notes])),
                 height=max(HEIGHT / 2, 60 + 24 * len(found.rows)),
             )

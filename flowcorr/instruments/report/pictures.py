@@ -54,6 +54,9 @@ class Picture:
             return Markup('<video controls loop muted src="{}"></video>').format(self.source)
         return Markup('<img alt="{}" src="{}">').format(self.title, self.source)
 
+    def numbers(self) -> None:
+        """None: an image has no numbers."""
+
     def png(self, note: str = "") -> None:
         """None: the picture has a file already."""
 

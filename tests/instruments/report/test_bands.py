@@ -35,13 +35,13 @@ def test_a_chart_a_mode_has_the_ends_of_each_steps_band(tmp_path):
     )
     squares, ratios = charts_of(folder)
     assert "seq_max_k2" in squares.title
-    (curve,) = squares.draw.keywords["curves"]
+    (curve,) = squares.data["curves"]
     assert curve.mark == "step 1"
-    first, second = ratios.draw.keywords["curves"]
+    first, second = ratios.data["curves"]
     assert [curve.mark for curve in (first, second)] == ["step 0", "step 2"]
     assert first.band == [(step, 1.0, 1 - 0.01 * step, 1 + 0.01 * step) for step in (1, 2, 3)]
     assert second.band == [(step, 1.5, 1.5, 1.5) for step in (1, 2, 3)]
-    ratios.draw(Figure())
+    ratios.draw(Figure(), **ratios.data)
 
 
 def test_no_band_no_chart(tmp_path):
@@ -56,7 +56,7 @@ def test_of_many_steps_some_are_drawn_and_their_number_is_told(tmp_path):
     name = "rollout_corr__step_{}__rollout_rs_seq_max_k2_threshold_high".format
     add(folder, **{name(index): lambda step: 0.1 for index in range(12)})
     (chart,) = charts_of(folder)
-    drawn = [curve.mark for curve in chart.draw.keywords["curves"]]
+    drawn = [curve.mark for curve in chart.data["curves"]]
     assert (len(drawn), drawn[0], drawn[-1]) == (MAX_BANDS, "step 0", "step 11")
     assert f"{MAX_BANDS} of 12 steps" in chart.caption
 
@@ -64,5 +64,5 @@ def test_of_many_steps_some_are_drawn_and_their_number_is_told(tmp_path):
 def test_the_band_of_a_long_run_ends_at_its_last_step(tmp_path):
     folder = write_run(tmp_path / "run", steps=2 * MAX_POINTS)
     add(folder, rollout_corr__step_0__rollout_rs_token_k1_threshold_high=lambda step: 1 + step / 1000)
-    (curve,) = charts_of(folder)[0].draw.keywords["curves"]
+    (curve,) = charts_of(folder)[0].data["curves"]
     assert (curve.band[0][0], curve.band[-1][:2], len(curve.band)) == (1, (2 * MAX_POINTS, 1.4), MAX_POINTS)

@@ -7,7 +7,7 @@ from flowcorr.instruments.report.runs import group_by_seed, read_run
 
 def colours_of(chart):
     figure = Figure()
-    chart.draw(figure)
+    chart.draw(figure, **chart.data)
     picture = figure.axes[0].images[0]
     return picture.norm.vmin, picture.norm.vmax
 

@@ -240,6 +240,37 @@ def test_charts_are_pictures_too(runs, tmp_path):
         assert len(colours) > 5  # text is anti-aliased, so it was drawn
 
 
+def test_the_json_has_every_number_that_the_page_draws(tmp_path):
+    folders = [
+        write_run(tmp_path / name, f"trainer.seed={seed}", f"actor.lr={lr}", scale=scale, images=1)
+        for name, seed, lr, scale in (("a", 0, 1e-4, 1.0), ("b", 1, 1e-4, 2.0), ("c", 0, 2e-4, 4.0))
+    ]
+    dump(folders[2])
+    made = report(folders)
+    files = save(made, tmp_path / "out", "report")
+    charts = json.loads((tmp_path / "out" / "report.json").read_text())["charts"]
+    assert sorted(charts) == sorted(file.stem for file in files if file.suffix == ".png")
+
+    kl = charts["rollout_corr_kl"]
+    seeds, alone = kl["curves"]
+    assert seeds["steps"] == alone["steps"] == [1, 2, 3, 4]
+    assert seeds["least"] == pytest.approx([1e-3, 2e-3, 3e-3, 4e-3])
+    assert seeds["means"] == pytest.approx([1.5e-3, 3e-3, 4.5e-3, 6e-3])
+    assert seeds["most"] == pytest.approx([2e-3, 4e-3, 6e-3, 8e-3])
+    assert alone["means"] == alone["least"] == pytest.approx([4e-3, 8e-3, 12e-3, 16e-3])
+    assert [seeds["name"], alone["name"]] == ["a, b", "c"]
+    assert kl["section"].startswith("Drift")
+    assert all("colour" not in part for part in (kl, seeds))
+
+    cells = {(row, step): value for row, step, value in charts["drift_by_timestep_1"]["cells"]}
+    assert cells["step 0", 4] == pytest.approx(4 * 4e-4)
+    ratios = charts["ratios_1"]
+    assert len(ratios["edges"]) == len(ratios["rows"][""]) + 1
+    assert sum(ratios["rows"][""]) == pytest.approx(1, abs=0.03)
+    assert len(charts["mismatch_by_step_1"]["rows"]) == 2
+    assert ["rollout", 2.0] in [bar[:2] for bar in charts["time_0"]["bars"]]
+
+
 def test_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="holds no run"):
         report([tmp_path])
