@@ -73,6 +73,7 @@ def doctor(arguments: argparse.Namespace) -> int:
             "folder of dumped steps"
         )
     check_recipe(arguments.recipe, or_folder=True)
+    _at_least("--prompts", arguments.prompts, 2)
     config = checked(arguments)
 
     from flowcorr.instruments.doctor import diagnose
@@ -193,7 +194,14 @@ def _audit_of_folder(arguments: argparse.Namespace) -> Report:
     return audit_folder(Path(arguments.recipe), allow_imports=allowed_imports(arguments))
 
 
+def _at_least(option: str, value: int | None, least: int) -> None:
+    """Check a number of the command line before anything is loaded."""
+    if value is not None and value < least:
+        raise ConfigError(f"{option} {value} is too few; use {least} or more")
+
+
 def _audit_of_recipe(arguments: argparse.Namespace) -> Report:
+    _at_least("--batches", arguments.batches, 1)
     if arguments.allow_import:
         raise ConfigError(
             f"--allow-import {arguments.allow_import[0]} has no effect on a recipe, whose own code is imported anyway; "
@@ -270,8 +278,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from flowcorr.config.rules import check_ranks
     from flowcorr.instruments.plan.preflight import check_settings
 
-    if arguments.ranks < 1:
-        raise ConfigError(f"--ranks {arguments.ranks} must be at least 1")
+    _at_least("--ranks", arguments.ranks, 1)
     find_own_code()
     gpu = find_gpu(arguments.gpu)
     config = load(arguments.recipe, arguments.overrides)

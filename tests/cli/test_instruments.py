@@ -64,7 +64,7 @@ def test_the_exit_code_is_that_of_an_engine_on_its_own_gpu(levels, code):
     [
         (["--gpu", "h100"], "did you mean"),
         (["--gpu", ""], "--gpu='' is unknown"),
-        (["--ranks", "0"], "at least 1"),
+        (["--ranks", "0"], "--ranks 0 is too few; use 1 or more"),
         (["--ranks", "9"], "rollout.prompts_per_step=8 leaves some of 9 ranks without a prompt"),
         (["--ranks", "3", "actor.fsdp=true"], "use a multiple of 3"),
     ],
@@ -72,6 +72,12 @@ def test_the_exit_code_is_that_of_an_engine_on_its_own_gpu(levels, code):
 def test_plan_refuses_what_it_cannot_use(capsys, options, message):
     assert main(["plan", "tiny_jpeg_lora", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "option"), [("doctor", "--prompts"), ("audit", "--batches")])
+def test_a_number_that_is_too_small_is_told_before_the_prompts_are_read(capsys, command, option):
+    assert main([command, "tiny_ocr_lora", option, "0", "data.path=nowhere.txt"]) == 2
+    assert f"error: {option} 0 is too few; use" in capsys.readouterr().err
 
 
 def test_plan_collects_no_garbage_while_it_works(monkeypatch):
