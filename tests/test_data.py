@@ -296,13 +296,6 @@ def test_number_of_heldout_prompts_is_bounded(tmp_path):
     assert len(load(path, num_heldout=5).train) == len(load(path).train)
 
 
-@pytest.mark.parametrize(("fraction", "side"), [(1e-9, "held-out"), (1 - 1e-9, "training")])
-def test_split_that_leaves_a_side_empty_is_refused(tmp_path, fraction, side):
-    path = write(tmp_path, "one\ntwo\nthree\n")
-    with pytest.raises(ConfigError, match=f"no {side} prompt of 3"):
-        load(path, heldout_fraction=fraction)
-
-
 @pytest.mark.parametrize("fraction", [0, 1, -0.1, 1.5, float("nan")])
 def test_fraction_must_lie_between_0_and_1(tmp_path, fraction):
     with pytest.raises(ConfigError, match="heldout_fraction"):

@@ -151,8 +151,8 @@ def draw_histograms(
 ) -> None:
     """Shares of bins between `edges`, a row each with a height of its own; bins outside `limits` are dark."""
     low, high = limits or _NO_LIMITS
-    edges = np.asarray(edges)
-    middles = (edges[1:] + edges[:-1]) / 2
+    ends = np.asarray(edges)
+    middles = (ends[1:] + ends[:-1]) / 2
     panels = figure.subplots(len(rows), sharex=True, squeeze=False)[:, 0]
     for panel, (name, shares) in zip(panels, rows.items(), strict=True):
         inside = (low <= middles) & (middles <= high)
