@@ -81,12 +81,15 @@ class Exam:
         )
 
     def evidence(self, trial: Trial, fit: Fit) -> Evidence | None:
-        """Evidence for a fault of known size: it is most of the gap, or the gap contains it with a factor near 1."""
+        """Evidence for a fault of known size: the gap contains it with a factor near 1, and it is most of the gap, or
+        all of it but rounding.
+        """
+        if abs(fit.factor - 1) > FACTOR_RANGE:
+            return None
         if (evidence := self.explains(fit.share)) is not None:
             return evidence
         errors = fit.factor / max(fit.error, 1e-30)
-        alike = abs(fit.factor - 1) <= FACTOR_RANGE and errors >= FACTOR_ERRORS
-        if not (alike and self.leaves_rounding(trial, fit)):
+        if errors < FACTOR_ERRORS or not self.leaves_rounding(trial, fit):
             return None
         return Evidence(
             share=fit.share,

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from flowcorr.instruments.doctor.exam import Evidence, Exam
+from flowcorr.instruments.doctor.exam import FACTOR_RANGE, Evidence, Exam
 from flowcorr.instruments.doctor.reference_inputs import affine, placed, places, prepared
 from flowcorr.instruments.doctor.trials import NEGATIVE, REFERENCES, Trial, score_means
 from flowcorr.models import Conditioning
@@ -24,7 +24,6 @@ from flowcorr.models.packed import PackedFamily
 from flowcorr.rollout.precision import NO_GAP
 
 SHORT_LENGTHS = 8  # every length up to this one is tried, then powers of two, CLIP's 77 and all but one token
-LIKE_ONE = 0.3  # at most so far is the factor of a mistake in the gap away from 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -135,7 +134,7 @@ def _evidence(exam: Exam, trial: Trial, means: Sequence[Tensor]) -> Evidence | N
     stacked = torch.stack(list(means))
     nearest = stacked[distances.argmin(0), torch.arange(samples)[:, None], torch.arange(steps)]
     fit = trial.fit(nearest)
-    every = exam.evidence(trial, fit) if abs(fit.factor - 1) <= LIKE_ONE else None
+    every = exam.evidence(trial, fit)
     some = exam.explains(trial.explained_by([trial.means, *means]))
     return max(
         (each for each in (every, some) if each is not None), key=lambda each: each.share, default=None
@@ -150,9 +149,8 @@ def _another_scale(exam: Exam, trial: Trial) -> float:
     rows = torch.arange(trial.rollout.num_samples, device=trial.means.device)
     unguided = score_means(exam.actor, replace(trial.rollout, conditioning=plain, conditioning_rows=rows))
     fit = trial.fit(unguided)
-    return (
-        fit.share if fit.factor <= 1 + LIKE_ONE else 0.0
-    )  # beyond, guidance would push away from the prompt
+    # Beyond, guidance would push away from the prompt.
+    return fit.share if fit.factor <= 1 + FACTOR_RANGE else 0.0
 
 
 def without(conditioning: Mapping[str, Tensor], prefix: str) -> Conditioning:

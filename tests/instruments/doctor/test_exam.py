@@ -30,7 +30,7 @@ def evidence(exam, fit, gap=1e-2):
 
 
 def test_a_fault_that_is_most_of_the_gap_is_accepted(exam):
-    found = evidence(exam, Fit(factor=0.5, error=0.2, share=0.9, by_rounding=0.0))
+    found = evidence(exam, Fit(factor=0.9, error=0.2, share=0.9, by_rounding=0.0))
     assert (found.value, found.threshold) == (0.9, EXPLAINED)
 
 
@@ -43,6 +43,7 @@ def test_a_small_fault_is_accepted_by_its_factor(exam):
     ("fit", "gap"),
     [
         (Fit(factor=0.5, error=0.01, share=0.01, by_rounding=0.0), 1e-2),  # not of the assumed size
+        (Fit(factor=-0.15, error=0.01, share=0.99, by_rounding=0.0), 1e-2),  # of the other sign
         (Fit(factor=1.0, error=0.3, share=0.01, by_rounding=0.0), 1e-2),  # may be chance
         (Fit(factor=1.0, error=0.01, share=0.01, by_rounding=0.0), 0.1),  # leaves more than rounding
     ],

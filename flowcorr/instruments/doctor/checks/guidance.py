@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from flowcorr.instruments.doctor.checks.prompts import REMEDIES, explained, lies_with
-from flowcorr.instruments.doctor.exam import EXPLAINED, FACTOR_ERRORS, FACTOR_RANGE, Exam
+from flowcorr.instruments.doctor.exam import EXPLAINED, FACTOR_ERRORS, Exam
 from flowcorr.instruments.doctor.findings import failed, passed
 from flowcorr.instruments.doctor.trials import NEGATIVE, Fit, score_means
 from flowcorr.instruments.finding import Finding
@@ -50,8 +50,7 @@ def _distilled(exam: Exam, key: str, configured: float) -> Finding:
         ((scale, _guided(exam, key, scale)) for scale in scales),
         key=lambda guided: float(trial.squared_distance(guided[1]).mean()),
     )
-    fit = trial.fit(means)
-    evidence = exam.evidence(trial, fit) if abs(fit.factor - 1) <= FACTOR_RANGE else None
+    evidence = exam.evidence(trial, trial.fit(means))
     if evidence is None:
         return passed(f"no usual {key} fits the steps better than {configured:g}")
     message = f"the steps fit {key}={found:.3g} instead of {configured:g}, {evidence.text}"
