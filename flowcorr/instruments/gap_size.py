@@ -6,8 +6,7 @@ import math
 
 from flowcorr.config.schema import Config
 
-# Standard errors of the mean between the two moments of `delta`, beyond which its terms are not of one size.
-_DISAGREEMENT = 6.0
+_ERRORS = 6.0  # standard errors between the two moments of `delta` that are no chance
 FEWEST = 8  # terms: the error of fewer, from their own spread, is too small
 
 
@@ -27,8 +26,8 @@ def estimated_kl(mean: float, square: float, count: int, num_elements: int) -> f
 
     The mean alone is the KL of any two densities, whatever the gap is like: of a few samples alone, of sizes that
     differ, or a shift that all samples share, of which the spread tells nothing. Its error is the larger one for small
-    gaps, so it is taken where it lies far from the mean that the spread predicts, see `moments_disagree`. A shift
-    upwards is the KL of no densities, and its size is taken.
+    gaps, so it is taken where that error is far below the distance of both moments. A shift upwards is the KL of no
+    densities, and its size is taken.
 
     Args:
         mean: of `delta`, trainer less rollout.
@@ -36,7 +35,8 @@ def estimated_kl(mean: float, square: float, count: int, num_elements: int) -> f
         count: terms that these are the means of.
         num_elements: `D`.
     """
-    if moments_disagree(mean, square, count, num_elements):
+    of_spread, error = _spread(mean, square, count, num_elements)
+    if count >= FEWEST and abs(mean + of_spread) > _ERRORS * error:
         return abs(mean)
     scaled = num_elements * num_elements * square
     return scaled / (1 + math.sqrt(1 + scaled)) / num_elements  # sqrt(1 + scaled) - 1 cancels
@@ -46,5 +46,15 @@ def moments_disagree(mean: float, square: float, count: int, num_elements: int) 
     """Whether noise of one size does not explain both moments of `delta`; the arguments are those of `estimated_kl`."""
     if count < FEWEST:
         return False
-    variance = max(square - mean * mean, 0.0) * count / (count - 1)
-    return abs(mean + num_elements * variance / 2) > _DISAGREEMENT * math.sqrt(variance / count)
+    of_spread, error = _spread(mean, square, count, num_elements)
+    chance = math.sqrt(2 / count)  # of a variance, relative; of a small one, of its logarithm
+    shifted_up = mean > _ERRORS * error
+    too_wide = of_spread + mean > _ERRORS * (error + of_spread * chance)
+    too_even = of_spread * math.exp(_ERRORS * chance) + _ERRORS * error < -mean
+    return shifted_up or too_wide or too_even
+
+
+def _spread(mean: float, square: float, count: int, num_elements: int) -> tuple[float, float]:
+    """The KL that the variance tells, and the standard error of the mean."""
+    variance = max(square - mean * mean, 0.0) * count / max(count - 1, 1)
+    return num_elements * variance / 2, math.sqrt(variance / count)

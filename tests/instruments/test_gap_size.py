@@ -57,6 +57,14 @@ def test_a_shift_that_all_terms_share_is_the_kl(size, shift):
     assert moments_disagree(float(delta[0].mean()), float(delta[0].square().mean()), 24, size)
 
 
+@pytest.mark.parametrize("count", [8, 24, 96])
+@pytest.mark.parametrize("r", [1e-3, 0.03, 1.0])
+def test_chance_is_no_disagreement(count, r):
+    delta = -(r**2) / 2 + r / 64 * normal(2 * DRAWS, count, seed=60)
+    found = [moments_disagree(float(row.mean()), float(row.square().mean()), count, 4096) for row in delta]
+    assert sum(found) <= 1
+
+
 def test_log_probs_of_half_precision_lose_no_gap_beyond_their_rounding():
     log_prob = 1 + 0.02 * normal(DRAWS, 96, seed=59)
     trainer = log_prob - 0.06**2 / 2 + 0.06 / 256 * normal(DRAWS, 96)

@@ -169,7 +169,9 @@ def advise(facts: Facts, *, of_recipe: bool = True) -> list[Finding]:
         Finding(
             level=LEVELS[kind],
             cause="gap",
-            sentence=f"{verdict}; change nothing, the run does so" if done and kind != "repair" else verdict,
+            sentence=f"{verdict}; change nothing: the run does this already"
+            if done and kind != "repair"
+            else verdict,
             numbers={
                 "r": facts.r,
                 "joint nats": facts.joint_nats,

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from flowcorr.correction import OFF
 from flowcorr.dumps import DumpedTerms
@@ -146,24 +145,27 @@ def _with_kls(run: DumpedRun, gaps: dict[int, Terms]) -> tuple[dict[int, Terms],
     where = "" if len(lacking) == len(gaps) else f" in {len(lacking)} of {len(gaps)} steps"
     notes = [f"exact KLs were not dumped{where} (old_rollout_kl): estimated from the log-ratios"]
     completed = dict(gaps)
-    by_index: dict[int, list[Tensor]] = {}
+    moments: dict[int, list[tuple[float, float, int]]] = {}
     for step, known in lacking.items():
         gap, kl = gaps[step], known.clone()
         unit = 1.0 if run.setting.densities else 2 * gap.std.double().square()
         log_ratio = delta(gap) / unit
         for index in gap.step_index.unique().tolist():
             here = gap.step_index == index
-            by_index.setdefault(index, []).append(log_ratio[here])
-            mean, square, count = _moments(log_ratio[here])
+            values = log_ratio[here]
+            mean, square, count = float(values.mean()), float(values.square().mean()), len(values)
+            moments.setdefault(index, []).append((mean, square, count))
             estimate = max(-mean, 0.0) if size is None else estimated_kl(mean, square, count, size)
             kl[here & ~kl.isfinite()] = estimate
         completed[step] = replace(gap, old_rollout_kl=kl)
-    for index, parts in sorted(by_index.items()):
-        values = torch.cat(parts)
-        if size is not None and moments_disagree(*_moments(values), size):
+    for index, each in sorted(moments.items()):
+        odd = [found for found in each if size is not None and moments_disagree(*found, size)]
+        if 2 * len(odd) > len(each):
+            mean, square, count = odd[0]
+            spread = (square - mean * mean) * count / (count - 1)
             notes.append(
-                f"step {index}: delta log p has mean {values.mean():.1e}, and noise of its spread would have "
-                f"{-size * values.var() / 2:.1e}: not rounding alone; compare sigmas, timesteps and num_elements of "
+                f"step {index}: delta log p has mean {mean:.1e}, and noise of its spread would have "
+                f"{-(size or 0) * spread / 2:.1e}: not rounding alone; compare sigmas, timesteps and num_elements of "
                 "both stacks"
             )
     return completed, notes
@@ -184,8 +186,3 @@ def _rounded(gap: Terms) -> list[str]:
                 "float32"
             )
     return lines
-
-
-def _moments(values: Tensor) -> tuple[float, float, int]:
-    """Mean, mean square and number of log-ratios."""
-    return float(values.mean()), float(values.square().mean()), len(values)
