@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import shlex
 import traceback
 from collections.abc import Iterator
@@ -56,4 +55,6 @@ def _install() -> str:
 
 def _distribution(package: str) -> str:
     """The name by which pip knows a package, such as `PyYAML` of `yaml`."""
+    import importlib.metadata  # here: it takes longer to import than all that a command needs up to its first error
+
     return importlib.metadata.packages_distributions().get(package, [package])[0]

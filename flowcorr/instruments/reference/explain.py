@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.correction.modes import RS_MODES
 from flowcorr.correction.presets import NAMES
-from flowcorr.errors import ConfigError
+from flowcorr.errors import ConfigError, shortened
 from flowcorr.imports import import_target
 from flowcorr.instruments.doctor.checks import CAUSES, CHECKS
 from flowcorr.instruments.fault_words import FAULTS
@@ -38,7 +38,7 @@ def explanation(name: str) -> str:
         near = difflib.get_close_matches(name, _known(), n=3, cutoff=0.5)
         hint = f": did you mean {', '.join(near)}?" if near else "."
         raise ConfigError(
-            f"{name!r} is not a metric, configuration key, preset, check, cause or word of the tools{hint} "
+            f"{shortened(name)!r} is not a metric, configuration key, preset, check, cause or word of the tools{hint} "
             "`flowcorr explain --all` prints every name"
         )
     return "\n\n".join("\n".join(lines) for lines in senses)
