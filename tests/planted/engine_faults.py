@@ -178,9 +178,7 @@ def empty_negative(place: Place, undo: contextlib.ExitStack) -> None:
 
     def change(rows: dict[str, Tensor]) -> dict[str, Tensor]:
         return {
-            name: empty[name][: len(value), : value.shape[1]].expand_as(value).to(value)
-            if name in empty
-            else value
+            name: empty[name][:1, : value.shape[1]].expand_as(value).to(value) if name in empty else value
             for name, value in rows.items()
         }
 

@@ -13,6 +13,8 @@ from flowcorr.instruments.doctor import examine
 from flowcorr.instruments.page import exit_code
 from flowcorr.rollout.vllm_omni import adapter
 from flowcorr.rollout.vllm_omni import engine as engine_module
+from tests.planted.engine_faults import FAULTS
+from tests.planted.real_engine import bench
 
 pytestmark = [pytest.mark.vllm_omni, pytest.mark.filterwarnings("ignore")]
 
@@ -171,3 +173,39 @@ def test_another_checkpoint_ends_in_an_error(start, monkeypatch, tmp_path):
     monkeypatch.setattr(engine_module, "resolve_path", lambda path: str(other))
     with pytest.raises(BackendError, match=r"hold different models.*model\.path"):
         start("sd3")
+
+
+# Planted in the engine's process ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def editing():
+    """A FLUX.2 klein that reads prompts and reference images closely, in which faults come and go."""
+    with bench("flux2_klein", "float32", 3.0, 0, seed=3) as started:
+        yield started
+
+
+def test_an_editing_model_is_healthy(editing):
+    assert editing.named(None).doctor == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "named"),
+    [
+        ("references_missing", None, "references"),
+        ("references_of_another", None, "references"),
+        ("references_bgr", None, "references"),
+        ("references_misplaced", None, "references"),
+        ("references_scaled", 0.1, "references"),
+        ("references_noisy", 0.1, "references"),
+        ("negative_of_another", None, "guidance"),
+        ("negative_empty", None, "guidance"),
+        ("guidance_exchanged", None, "guidance"),
+        ("one_image_of_another", None, "embeddings"),
+        ("velocity_of_members", 0.05, "weights"),
+        ("first_repeated", None, "samples"),
+    ],
+)
+def test_a_fault_of_prompts_references_or_single_samples_is_named(editing, name, size, named):
+    fault = next(fault for fault in FAULTS if fault.name == name)
+    assert editing.named(fault, size or 0.0).doctor == named
