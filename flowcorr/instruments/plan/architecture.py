@@ -22,6 +22,8 @@ TRACED = 3
 Kind: TypeAlias = "tuple[list[nn.Module], int]"
 """Blocks that are alike, of which few are built, and how many the real module has."""
 SHIPPED = Path(__file__).parent / "architectures"
+_MODELED = ("transformer", "vae", "scheduler", "text_encoder")
+"""How the names of components begin that have a configuration. Tokenizers, processors and such have other files."""
 _DEPTHS = {
     "transformer_blocks": "num_layers",
     "single_transformer_blocks": "num_single_layers",
@@ -160,10 +162,15 @@ def of_all(module: nn.Module, kinds: Sequence[Kind], measure: Callable[[nn.Modul
 def _read_folder(path: str, folder: Path) -> Architecture:
     try:
         index = _read_mapping(folder / "model_index.json", "_class_name")
-        configs = {
-            name: _read_mapping(_config_file(folder / name))
+        files = {
+            name: folder / name / ("scheduler_config.json" if name == "scheduler" else "config.json")
             for name, value in index.items()
-            if isinstance(value, list) and any(value) and "token" not in name and (folder / name).is_dir()
+            if isinstance(value, list) and any(value)
+        }
+        configs = {
+            name: _read_mapping(file)
+            for name, file in files.items()
+            if file.is_file() or name.startswith(_MODELED)
         }
         return Architecture(path=path, model_index=index, configs=configs)
     except (OSError, ValueError) as error:
@@ -176,11 +183,6 @@ def _read_mapping(file: Path, *keys: str) -> dict[str, Any]:
     if not isinstance(found, dict) or not found.keys() >= set(keys):
         raise ValueError(f"{file} is not an object{''.join(f' with the key {key}' for key in keys)}")
     return found
-
-
-def _config_file(folder: Path) -> Path:
-    scheduler = folder / "scheduler_config.json"
-    return scheduler if scheduler.is_file() else folder / "config.json"
 
 
 def _shipped(path: str) -> Architecture | None:
