@@ -96,8 +96,8 @@ def load_mapping(values: Mapping[str, Any]) -> Config:
 
 
 def defaults() -> dict[str, Any]:
-    """Every key of a configuration with its default, those of rollout correction too, as nested mappings."""
-    return to_mapping(load_mapping({"algorithm": {"rollout_correction": {}}}))
+    """Every key of a configuration with its default, as nested mappings."""
+    return to_mapping(Config())
 
 
 def to_yaml(config: Config) -> str:

@@ -19,7 +19,7 @@ from flowcorr.config.checks import (
 )
 from flowcorr.config.run import TrainerConfig
 from flowcorr.config.task import DataConfig, RewardConfig
-from flowcorr.correction.config import OFF, RolloutCorrectionConfig
+from flowcorr.correction.config import MEASURED, RolloutCorrectionConfig
 from flowcorr.errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -393,11 +393,12 @@ class AlgorithmConfig:
 
     Attributes:
         advantage_std: divide by the group's std, by the whole step's, or not at all.
-        rollout_correction: measures the gap and corrects it; null computes nothing and logs nothing.
+        rollout_correction: measures the gap and corrects it; left out, it only measures, and null computes nothing and
+            logs nothing.
     """
 
     advantage_std: Literal["group", "global", "none"] = "group"
-    rollout_correction: RolloutCorrectionConfig = OFF
+    rollout_correction: RolloutCorrectionConfig = MEASURED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

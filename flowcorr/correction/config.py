@@ -331,3 +331,5 @@ RolloutCorrectionConfig.preset = RolloutCorrectionConfig.from_preset  # type: ig
 
 OFF = _Off()
 """No correction; a recipe writes `rollout_correction: null`."""
+MEASURED = RolloutCorrectionConfig()
+"""The gap is measured, and not corrected, as by the preset `disabled`: the section of a recipe that writes none."""

@@ -65,13 +65,15 @@ def test_shipped_recipes():
     ]
 
 
-def test_one_key_switches_the_mode():
+def test_one_key_switches_the_mode(bare):
     presets = ("bypass_ppo_clip", "seq_is", "disabled")
     modes = [load("tiny_ocr_lora", [f"{SECTION}.preset={preset}"]) for preset in presets]
     corrections = [config.algorithm.rollout_correction for config in modes]
     assert [correction.bypass_mode for correction in corrections] == [True, False, False]
     assert [correction.rollout_is for correction in corrections] == [None, "sequence", None]
     assert load("tiny_ocr_lora", [f"{SECTION}=null"]).algorithm.rollout_correction == OFF
+    assert load(bare).algorithm.rollout_correction.label == "measured only"
+    assert load(bare, [f"{SECTION}.bypass_mode=true"]).algorithm.rollout_correction.mode == "bypass"
     assert len({to_yaml(replace(config, algorithm=Config().algorithm)) for config in modes}) == 1
 
 

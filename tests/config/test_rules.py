@@ -9,6 +9,7 @@ BYPASS = {"algorithm": {"rollout_correction": {"preset": "bypass_ppo_clip"}}}
 AUTO = {"algorithm": {"rollout_correction": {"bypass_mode": "auto"}}}
 REINFORCE = {"algorithm": {"rollout_correction": {"preset": "bypass_pg_is"}}}
 DECOUPLED = {"algorithm": {"rollout_correction": {"preset": "decoupled_seq_is"}}}
+UNMEASURED = {"algorithm": {"rollout_correction": None}}
 
 ON_RAY = {
     "rollout": {
@@ -193,7 +194,7 @@ def test_sound_combinations_are_silent(values):
             "data.heldout_fraction=0.5",
         ),
         ({"rollout": {"engine": {"max_num_seqs": 4}}}, "rollout.engine={'max_num_seqs': 4}"),
-        ({"rollout": {"calculate_log_probs": False}}, "rollout.calculate_log_probs=False"),
+        ({"rollout": {"calculate_log_probs": False}, **UNMEASURED}, "rollout.calculate_log_probs=False"),
         ({"rollout": {"num_workers": 2}}, "rollout.num_workers=2"),
         ({"rollout": {"worker_resources": {"num_gpus": 1}}}, "rollout.worker_resources={'num_gpus': 1}"),
         ({"rollout": {"timeout": 60}}, "rollout.timeout=60.0"),

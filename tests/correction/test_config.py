@@ -10,7 +10,7 @@ import pytest
 
 from flowcorr.config.build import build, to_mapping
 from flowcorr.config.schema import AlgorithmConfig
-from flowcorr.correction import OFF, RolloutCorrectionConfig
+from flowcorr.correction import MEASURED, OFF, RolloutCorrectionConfig
 from flowcorr.errors import ConfigError
 
 BYPASS = {"bypass_mode": True}
@@ -226,5 +226,15 @@ def test_off_is_a_mode_of_its_own_that_asks_for_nothing():
 
 def test_off_is_null_in_yaml():
     config = build(AlgorithmConfig, {"rollout_correction": None})
-    assert config.rollout_correction == OFF == AlgorithmConfig().rollout_correction
+    assert config.rollout_correction == OFF
     assert to_mapping(config)["rollout_correction"] is None
+
+
+@pytest.mark.parametrize(
+    "section", [{}, {"rollout_correction": {}}, {"rollout_correction": {"preset": "disabled"}}]
+)
+def test_a_correction_that_is_left_out_measures_the_gap_alone(section):
+    correction = build(AlgorithmConfig, section).rollout_correction
+    assert (correction.mode, correction.label) == ("decoupled", "measured only")
+    assert correction == MEASURED != OFF
+    assert pickle.loads(pickle.dumps(build(AlgorithmConfig, section))).rollout_correction == MEASURED

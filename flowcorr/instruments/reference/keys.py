@@ -12,7 +12,7 @@ from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from flowcorr.config.schema import Config
-from flowcorr.correction import OFF, RolloutCorrectionConfig
+from flowcorr.correction import MEASURED, RolloutCorrectionConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +39,9 @@ def keys(section: type = Config, prefix: str = "") -> Iterator[Key]:
     for field in dataclasses.fields(section):
         name, hint = f"{prefix}{field.name}", hints[field.name]
         if (nested := _nested(hint)) is not None:
-            if field.default is OFF:
-                yield Key(name=name, meaning=meanings[field.name], choices="mapping | null", default="null")
+            if field.default is MEASURED:
+                default = "{preset: disabled}"
+                yield Key(name=name, meaning=meanings[field.name], choices="mapping | null", default=default)
             yield from keys(nested, f"{name}.")
             continue
         is_preset = (section, field.name) == (RolloutCorrectionConfig, "preset")

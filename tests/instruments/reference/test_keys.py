@@ -20,7 +20,7 @@ def test_every_key_is_explained():
     assert all(field.name in {name.split(".")[0] for name in known} for field in fields(Config))
     assert find_key("clip_ratio").default == "0.001"
     assert find_key("dtype") is None  # of several sections
-    assert known["algorithm.rollout_correction"].default == "null"
+    assert known["algorithm.rollout_correction"].default == "{preset: disabled}"
     assert known["reward.terms"].default == "[{name: ocr}]"
     assert find_key("normalize").name == "reward.terms[].normalize"
 
