@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from flowcorr.errors import ConfigError, MissingExtraError
+from flowcorr.errors import BackendError, ConfigError, MissingExtraError
 from flowcorr.records import Prompt
 from flowcorr.rewards.base import RewardOutput
 from flowcorr.rewards.ocr import compare
@@ -20,6 +20,7 @@ from flowcorr.rewards.service import Endpoint, RequestRefusedError, map_in_threa
 from flowcorr.rewards.targets import targets_of
 
 Value = TypeVar("Value")
+_Object: TypeAlias = tuple[int, int, dict[str, Any]]  # of JSON in a text: its begin, its end, its value
 
 TEMPLATES = {
     "transcribe": (
@@ -38,6 +39,11 @@ TEMPLATES = {
     ),
 }
 _OPENING = re.compile(r'\{(?=\s*["}])')  # of a JSON object
+# Of the thoughts of models that leave them in their answers.
+_THOUGHTS = re.compile(
+    r"(?i)(?:<(?P<end>/)?(?:think(?:ing)?|thoughts?|reason(?:ing)?|analysis)>|\[(?P<square>/)?think\]|◁(?P<kimi>/)?think▷)"
+)
+_FINISHED = ("stop", "stop_sequence", "eos", "eos_token", "end_turn")  # an answer that a model ended itself
 _READ_CHARACTERS = 1 << 16  # of an answer, its last ones; far more than `max_tokens` allow
 _PLACEHOLDER = re.compile(r"\{(prompt|target|low|high)\}")
 
@@ -49,10 +55,11 @@ class VlmJudge:
     `transcribe` lets it read the text in the image and scores the edit similarity with the prompt's target, as the
     reward `ocr` does; logs `exact_match`. `score` lets it give a number within `score_range`, mapped onto 0..1.
     Each image is a request of its own, at temperature 0, so that no score depends on the batch. The last JSON object
-    of the answer that has the key counts, so that a model may reason first. An answer without it fails its image
-    alone, and is not asked for again: at temperature 0 it would be the same. So does a status 400, 413 or 422, as of
-    a content filter that refuses an image. In mode `score`, a prompt's reference images are sent before the image, at
-    its size.
+    of the answer that has the key counts, so that a model may reason first, but none in its thoughts
+    (`<think>...</think>`). An answer without it fails its image alone, and is not asked for again: at temperature 0 it
+    would be the same. So does an answer that is cut off, in its thoughts or by `max_tokens`, and a status 400, 413 or
+    422, as of a content filter that refuses an image. In mode `score`, a prompt's reference images are sent before the
+    image, at its size.
 
     Attributes:
         base_url: what `/chat/completions` is appended to, such as `http://localhost:8000/v1`.
@@ -62,7 +69,7 @@ class VlmJudge:
             `TEMPLATES[mode]`, or that of an edit where the prompt has reference images. It must ask for
             `{"text": "..."}` or `{"score": number}`.
         score_range: lowest and highest score; an answer outside fails its image.
-        max_tokens: of an answer.
+        max_tokens: of an answer, its thoughts included.
         concurrency: requests at a time.
         api_key_env: the environment variable that holds the key; null sends none.
         timeout: seconds for a whole attempt, from the connection to the last byte.
@@ -144,7 +151,7 @@ class VlmJudge:
         """Whether every prompt must have a target: for `transcribe`, and for a template with `{target}`."""
         return options.get("mode") == "transcribe" or "{target}" in str(options.get("template"))
 
-    def _compare(self, answers: list[str | RequestRefusedError], prompts: list[Prompt]) -> RewardOutput:
+    def _compare(self, answers: list[str | BackendError], prompts: list[Prompt]) -> RewardOutput:
         texts, errors = self._read(answers, lambda answer: last_value(answer, "text", str))
         exact, similarity = compare([text or "" for text in texts], targets_of(prompts, self.name))
         unread = np.array([text is None for text in texts], dtype=bool)
@@ -155,13 +162,13 @@ class VlmJudge:
         )
 
     def _read(
-        self, answers: list[str | RequestRefusedError], parse: Callable[[str], Value]
+        self, answers: list[str | BackendError], parse: Callable[[str], Value]
     ) -> tuple[list[Value | None], dict[int, str]]:
         """The value in each answer, None where it cannot be read, and the reasons."""
         values: list[Value | None] = []
         errors: dict[int, str] = {}
         for index, answer in enumerate(answers):
-            if isinstance(answer, RequestRefusedError):
+            if isinstance(answer, BackendError):
                 values.append(None)
                 errors[index] = str(answer)
                 continue
@@ -179,8 +186,8 @@ class VlmJudge:
             raise ValueError(f"whose score is not within score_range=[{low:g}, {high:g}]")
         return score
 
-    def _ask(self, asked: tuple[np.ndarray, Prompt, list[np.ndarray]]) -> str | RequestRefusedError:
-        """The answer; a request that is refused is no reason not to make the others."""
+    def _ask(self, asked: tuple[np.ndarray, Prompt, list[np.ndarray]]) -> str | BackendError:
+        """The answer, or why there is none, which is no reason not to ask about the other images."""
         image, prompt, references = asked
         pictures = [
             {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png_base64(pixels)}"}}
@@ -211,23 +218,36 @@ class VlmJudge:
         template = self.template or TEMPLATES["score an edit" if edits else self.mode]
         return _PLACEHOLDER.sub(lambda match: values[match[1]], template)
 
-    def _content(self, completion: Any) -> str:
+    def _content(self, completion: Any) -> str | BackendError:
         try:
-            content = completion["choices"][0]["message"]["content"]
-        except (LookupError, TypeError):
+            choice = completion["choices"][0]
+            text = _text_of(choice["message"]["content"])
+            finish = choice.get("finish_reason")
+        except (LookupError, TypeError, AttributeError):
             shown = self.endpoint.excerpt(json.dumps(completion))
             raise self.endpoint.error(f"answered no chat completion: {shown}") from None
-        # A refusal, and thoughts that used up all tokens, leave no content.
-        return content if isinstance(content, str) else ""
+        if finish is None or str(finish).lower() in _FINISHED:
+            return text
+        remedy = f"; raise max_tokens={self.max_tokens}" if "length" in str(finish).lower() else ""
+        return BackendError(
+            f"{self.model} answered {self.endpoint.excerpt(text)!r}, which was cut off (finish_reason={finish!r})"
+            f"{remedy}"
+        )
 
 
 def last_value(answer: str, key: str, kind: type | tuple[type, ...]) -> Any:
-    """The value of `key` in the last JSON object of a text that has it.
+    """The value of `key` in the last JSON object of a text that has it and does not lie in a model's thoughts.
 
     Raises:
-        ValueError: there is none, or it is not of this kind; the message continues "the model answered ...,".
+        ValueError: there is none, it is not of this kind, or the text ends in thoughts; the message continues "the
+            model answered ...,".
     """
-    found = [value for value in _objects(answer) if key in value]
+    objects = _objects(answer)
+    mark = _last_mark(answer, objects)
+    if mark is not None and not any(mark.groups()):
+        raise ValueError(f"which ends in the thoughts that {mark[0]} begins; raise max_tokens")
+    answered = 0 if mark is None else mark.end()
+    found = [value for begin, _, value in objects if begin >= answered and key in value]
     if not found:
         raise ValueError(f'which holds no JSON object with the key "{key}"')
     value = found[-1][key]
@@ -236,7 +256,24 @@ def last_value(answer: str, key: str, kind: type | tuple[type, ...]) -> Any:
     return value
 
 
-def _objects(text: str) -> list[dict[str, Any]]:
+def _text_of(content: Any) -> str:
+    """The text of a message's content, a string or a list of parts; a refusal, or nothing but thoughts, has none."""
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _last_mark(text: str, objects: Sequence[_Object]) -> re.Match[str] | None:
+    """The last mark of a text that begins or ends thoughts; one in a JSON object is of a picture that shows it."""
+    end = len(text)
+    for begin, after, _ in (*reversed(objects), (0, 0, {})):
+        for mark in reversed(list(_THOUGHTS.finditer(text, after, end))):
+            return mark
+        end = begin
+    return None
+
+
+def _objects(text: str) -> list[_Object]:
     """The JSON objects at the end of a text, outermost only, in order.
 
     The search goes on where a broken one breaks off, so nothing is parsed twice, and no text takes long.
@@ -245,6 +282,7 @@ def _objects(text: str) -> list[dict[str, Any]]:
     decoder, objects, rest = json.JSONDecoder(strict=False), [], text[-_READ_CHARACTERS:]
     while opening := _OPENING.search(rest):
         rest = rest[opening.start() :]
+        begin = len(text) - len(rest)
         try:
             value, end = decoder.raw_decode(rest)
         except (ValueError, RecursionError) as error:
@@ -252,7 +290,7 @@ def _objects(text: str) -> list[dict[str, Any]]:
                 getattr(error, "pos", len(rest)), 1
             )  # without a position it is too deep or too large a number
         else:
-            objects.append(value)
+            objects.append((begin, begin + end, value))
         rest = rest[end:]
     return objects
 

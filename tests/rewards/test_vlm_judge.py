@@ -23,8 +23,8 @@ PROMPTS = [
 ]
 
 
-def completion(content):
-    return {"choices": [{"message": {"role": "assistant", "content": content}, "finish_reason": "stop"}]}
+def completion(content, finish="stop"):
+    return {"choices": [{"message": {"role": "assistant", "content": content}, "finish_reason": finish}]}
 
 
 def place_of(request):
@@ -147,6 +147,41 @@ def test_unreadable_answer_fails_its_sample_alone_with_the_reason(serve, content
     assert len(server.requests) == 4
 
 
+@pytest.mark.parametrize("finish", ["length", "content_filter", "abort"])
+def test_an_answer_that_is_cut_off_fails_its_sample_alone(serve, finish, caplog):
+    server = serve(lambda _: completion('First I try {"score": 9}. But looking', finish))
+    with pytest.raises(BackendError, match=rf"sample 0 .*cut off \(finish_reason='{finish}'\)"):
+        score_batch(judge(server), IMAGES, PROMPTS)
+    whole = completion('{"score": 1}')
+    server = serve(lambda request: completion('{"score": 9} or', finish) if place_of(request) == 2 else whole)
+    output, failed = score_batch(judge(server, max_tokens=64), IMAGES, PROMPTS, on_error="drop_group")
+    assert failed.tolist() == [False, False, True, False]
+    np.testing.assert_allclose(output.scores, [0.1, 0.1, np.nan, 0.1])
+    assert ("raise max_tokens=64" in caplog.text) == (finish == "length")
+
+
+@pytest.mark.parametrize("finish", ["stop", None, "eos_token", "STOP"])
+def test_an_answer_that_its_model_ended_counts(serve, finish):
+    server = serve(lambda _: completion('{"score": 4}', finish))
+    assert judge(server)(IMAGES, PROMPTS).scores.tolist() == [0.4] * 4
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [{"type": "text", "text": '{"score": 4}'}],
+        [{"type": "text", "text": '{"score":'}, {"type": "text", "text": " 4}"}],
+        [
+            {"type": "thinking", "thinking": [{"type": "text", "text": "9"}]},
+            {"type": "text", "text": '{"score": 4}'},
+        ],
+        ['{"score": 4}'],
+    ],
+)
+def test_content_in_parts_is_read(serve, content):
+    assert judge(serve(lambda _: completion(content)))(IMAGES, PROMPTS).scores.tolist() == [0.4] * 4
+
+
 def test_unreadable_transcription_fails_its_sample(serve):
     server = serve(answers('{"text": "open"}', '{"text": 3}', '{"text": "enter"}', '{"text": "exit"}'))
     output = judge(server, mode="transcribe")(IMAGES, PROMPTS)
@@ -262,6 +297,36 @@ def test_missing_package_is_said_at_construction(monkeypatch):
 def test_last_object_with_the_key_counts():
     text = '<think>{"score": 1} or {{"a": {"score": 9}}</think> {"score": 2, "why": "}{"} {"note": 1} {'
     assert last_value(text, "score", (int, float)) == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<think>The example was {"score": 10}. The text is wrong, so',
+        'Well. <think>{"score": 9}',
+        "<THINKING>perhaps",
+        "[THINK]so {",
+        '◁think▷{"score": 9} or',
+        '<think>a</think> {"score": 3} <think>b {"score": 4}',
+        '<think>{"score": {"a": "',
+    ],
+)
+def test_a_draft_in_thoughts_that_do_not_end_is_no_score(text):
+    with pytest.raises(ValueError, match="which ends in the thoughts that .* begins; raise max_tokens"):
+        last_value(text, "score", (int, float))
+
+
+@pytest.mark.parametrize(
+    "text", ['<think>{"score": 1}</think> no', 'so {"score": 1}</think>', '{"score": 1}[/THINK]']
+)
+def test_a_draft_in_thoughts_that_end_is_no_score(text):
+    with pytest.raises(ValueError, match="holds no JSON object"):
+        last_value(text, "score", (int, float))
+
+
+@pytest.mark.parametrize("mark", ["<think>", "</think>", "[THINK]"])
+def test_a_picture_may_show_a_mark_of_thoughts(mark):
+    assert last_value(f'<think>hm {{}}</think>{{"text": "{mark}"}}', "text", str) == mark
 
 
 def test_line_breaks_within_a_transcription_are_read():
