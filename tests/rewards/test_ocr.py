@@ -78,6 +78,33 @@ def test_detection_reads_several_lines_of_a_large_image():
     assert OcrReward()(picture, target).scores[0] < 0.5
 
 
+def draw_words(words, angle=0, size=512):
+    """Words with the left ends of their middles, and their heights, on a picture that is turned by degrees."""
+    canvas = Image.new("RGB", (size, size), "white")
+    for word, place, height in words:
+        font = ImageFont.load_default(size=height)
+        ImageDraw.Draw(canvas).text(place, word, font=font, fill="black", anchor="lm")
+    return np.asarray(canvas.rotate(angle, fillcolor="white", resample=Image.Resampling.BICUBIC))
+
+
+@pytest.mark.parametrize("angle", [-8, -1, 0, 4])
+def test_detection_reads_along_a_tilted_line(angle):
+    """The detector finds words from the top, which on a line that rises are its last ones."""
+    picture = draw_words([("GRAND", (20, 256), 44), ("opening", (300, 262), 44)], angle)
+    assert OcrReward(detect=True).read(picture[None]) == ["GRAND opening"]
+
+
+@pytest.mark.parametrize("angle", [0, 6])
+def test_detection_reads_large_and_small_words_line_by_line(angle):
+    words = [
+        ("sale", (30, 190), 36),
+        ("NOW", (260, 180), 72),
+        ("until", (60, 330), 44),
+        ("Friday", (290, 322), 60),
+    ]
+    assert OcrReward(detect=True).read(draw_words(words, angle)[None]) == ["sale NOW until Friday"]
+
+
 def test_detection_finds_nothing_on_a_blank_image():
     assert OcrReward(detect=True).read(np.full((1, 64, 64, 3), 255, dtype=np.uint8)) == [""]
 
