@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+import socket
+import ssl
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias
+from urllib.error import HTTPError, URLError
 
 import numpy as np
 
@@ -19,6 +23,9 @@ OnError: TypeAlias = Literal["fail", "drop_group"]
 _REMEDY = "fix the reward, or set reward.on_error: drop_group to drop the groups on which it fails"
 # Mistakes in the set-up, and services that are down: no sample is to blame, and each would fail by itself.
 _NO_SAMPLES_FAULT = (ConfigError, BatchError, MissingExtraError, BackendError)
+REFUSED_STATUS = frozenset({400, 413, 422})
+"""Of HTTP: the server is up, but refuses this request, as a content filter does, or for an image that is too large."""
+_UNREACHABLE = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,6 +94,8 @@ class Reward(Protocol):
             gets a few videos of the batch at a time.
         extras: the names that its `RewardOutput.extra` may have, one of which `trainer.best_metric` can name. A reward
             of your own without `extras` has none; one of `REWARDS` without them chooses the names while it scores.
+        describe_cuts: a method, `describe_cuts(prompts)`, that returns a sentence on prompts which the reward does not
+            read to their end, or None. The log says it when a run starts.
         sends_targets: of `REWARDS` only: it hands targets on, and does not know whether they are needed.
         needs_reference: of `REWARDS` only: it compares with the prompts' reference images.
         needs_target: of `REWARDS` only, a function of the options: whether every prompt that it scores needs a target.
@@ -129,7 +138,8 @@ def score_batch(
 
     Where the call for the whole batch raises, samples are scored one by one to find those that are to blame.
     A mistake in the set-up (a missing target, a missing package, scores of the wrong shape) always raises, and so
-    does a `BackendError`: a service that is down would fail for every sample, each time after all its retries.
+    does a `BackendError`, and an error of the network: a service that is down would fail for every sample, each time
+    after all its retries.
 
     Args:
         reward: the reward.
@@ -204,6 +214,7 @@ def _score_whole(
     except _NO_SAMPLES_FAULT:
         raise
     except Exception as error:
+        _raise_unreachable(error, name)
         output, causes = _score_one_by_one(reward, images, prompts, name, stop_at_first=on_error == "fail")
         if not causes and on_error == "fail":
             raise BackendError(
@@ -224,10 +235,37 @@ def _score_one_by_one(
         except _NO_SAMPLES_FAULT:
             raise
         except Exception as error:
+            _raise_unreachable(error, name)
             causes[index] = error
             if stop_at_first:
                 break
     return _gather(scored, len(prompts)), causes
+
+
+def _raise_unreachable(error: Exception, name: str) -> None:
+    """Raise `BackendError` if an error of a reward came from a service that it could not reach, or that is broken."""
+    for cause in _causes(error):
+        told = _describe(error) + ("" if cause is error else f" ({_describe(cause)})")
+        if isinstance(cause, HTTPError):
+            if cause.code in REFUSED_STATUS:
+                return
+            text = f"its service answered with an error: {told}; see the log of that service"
+        elif isinstance(cause, URLError | ConnectionError | socket.gaierror | ssl.SSLError) or (
+            isinstance(cause, OSError) and cause.errno in _UNREACHABLE
+        ):
+            text = f"its service cannot be reached: {told}; start it, and check its address"
+        else:
+            continue
+        raise BackendError(f"reward {name}: {text}") from error
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those below it: libraries wrap what the socket raised."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _columns(parts: Sequence[Mapping[str, np.ndarray]], sizes: Sequence[int]) -> dict[str, np.ndarray]:

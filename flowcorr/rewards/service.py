@@ -25,6 +25,7 @@ import numpy as np
 
 from flowcorr.errors import BackendError, ConfigError, one_sentence
 from flowcorr.private import REDACTED, redact_text
+from flowcorr.rewards.base import REFUSED_STATUS
 from flowcorr.rewards.options import check_positive, check_whole
 
 logger = logging.getLogger(__name__)
@@ -34,8 +35,6 @@ Result = TypeVar("Result")
 
 MAX_WAIT_SECONDS = 30.0
 _TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
-# The server is up and accepts the token, but not this request: a content filter, an image that is too large.
-_REFUSED_STATUS = frozenset({400, 413, 422})
 _EXCERPT_CHARACTERS = 200
 _ERROR_BODY_BYTES = 1 << 16
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
@@ -223,7 +222,7 @@ class Endpoint:
             f"answered status {status}{hint}" + (f": {text}" if text else ""),
             transient=status in _TRANSIENT_STATUS,
             pause=float(asked) if asked.isdecimal() else None,
-            kind=RequestRefusedError if status in _REFUSED_STATUS else BackendError,
+            kind=RequestRefusedError if status in REFUSED_STATUS else BackendError,
         )
 
     def _no_answer(self, error: httpx2.TransportError) -> _Failure:

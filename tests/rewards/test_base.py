@@ -1,5 +1,9 @@
 import logging
+import socket
+import urllib.request
+from urllib.error import HTTPError
 
+import httpx2
 import numpy as np
 import pytest
 import torch
@@ -147,7 +151,7 @@ def test_a_failure_beside_a_missing_picture_keeps_its_place():
 
 def test_drop_group_marks_all_when_all_raise():
     def broken(images, prompts):
-        raise ConnectionError("nobody answers")
+        raise ValueError("no words")
 
     output, failed = score_batch(broken, IMAGES, PROMPTS, on_error="drop_group")
     assert failed.all()
@@ -216,6 +220,66 @@ def test_service_that_is_down_is_asked_once(on_error):
     with pytest.raises(BackendError, match="^the scorer is down$"):
         score_batch(down, IMAGES, PROMPTS, on_error=on_error)
     assert calls == [4]
+
+
+def by_urllib(url, body=b"{}"):
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data=body), timeout=60) as answer:
+            answer.read()
+    except HTTPError as error:
+        error.close()
+        raise
+
+
+def by_httpx(url):
+    httpx2.post(url, json={}, trust_env=False)
+
+
+def by_wrapper(url):
+    try:
+        by_urllib(url)
+    except OSError as error:
+        raise RuntimeError("no scores") from error
+
+
+@pytest.mark.parametrize("on_error", ["fail", "drop_group"])
+@pytest.mark.parametrize("ask", [by_urllib, by_httpx, by_wrapper])
+def test_a_service_of_an_own_reward_that_cannot_be_reached_is_no_samples_fault(ask, on_error, monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
+    calls = []
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and does not listen
+
+        def reward(images, prompts):
+            calls.append(len(prompts))
+            ask(f"http://127.0.0.1:{closed.getsockname()[1]}/")
+
+        with pytest.raises(BackendError, match=r"^reward reward: its service cannot be reached: .*refused"):
+            score_batch(reward, IMAGES, PROMPTS, on_error=on_error)
+    assert calls == [4]
+
+
+@pytest.mark.parametrize(("status", "of_sample"), [(422, True), (400, True), (404, False), (503, False)])
+def test_a_service_may_refuse_a_sample(serve, status, of_sample):
+    server = serve(lambda request: (status, b"", {}) if request.body == b"2" else {})
+
+    def reward(images, prompts):
+        for value in first_pixel(images, prompts):
+            by_urllib(server.url, b"%d" % value)
+        return first_pixel(images, prompts)
+
+    if of_sample:
+        assert score_batch(reward, IMAGES, PROMPTS, on_error="drop_group")[1].tolist() == [
+            False,
+            False,
+            True,
+            False,
+        ]
+        return
+    with pytest.raises(
+        BackendError, match=rf"its service answered with an error: HTTPError: HTTP Error {status}"
+    ):
+        score_batch(reward, IMAGES, PROMPTS, on_error="drop_group")
 
 
 def test_terms_and_errors_survive_scoring_one_by_one(caplog):
