@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import unicodedata
+from collections.abc import Sequence
+from typing import Any
 
 from flowcorr.errors import ConfigError
 
@@ -123,3 +125,10 @@ def _folded_character(character: str) -> str:
     if parts[0] == " " and len(parts) > 1:  # an accent of its own, as ¨
         return character
     return "".join(map(_folded_character, parts))
+
+
+def are_cut(texts: Sequence[str], tokenizer: Any, limit: int) -> list[bool]:
+    """Whether each text has more than `limit` tokens, those that a tokenizer of transformers adds included."""
+    return (
+        [len(tokens) > limit for tokens in tokenizer(list(texts), verbose=False).input_ids] if texts else []
+    )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowcorr.records import Prompt
-from flowcorr.texts import folded
+from flowcorr.texts import are_cut, folded
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +34,7 @@ class Reader:
 
     def is_cut(self, texts: Sequence[str]) -> list[bool]:
         """Whether each text has more tokens than the encoder reads."""
-        if not texts:
-            return []
-        return [len(tokens) > self.limit for tokens in self.tokenizer(list(texts), verbose=False).input_ids]
+        return are_cut(texts, self.tokenizer, self.limit)
 
     def read(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """The tokens of each text that the encoder reads."""

@@ -17,6 +17,7 @@ from flowcorr import hub
 from flowcorr.devices import named_device
 from flowcorr.errors import ConfigError, one_sentence
 from flowcorr.rewards.options import ClipDtype
+from flowcorr.texts import are_cut
 
 _CONVERT = (
     "Weights are read from safetensors only, since loading a pickle can run code. Convert it once, if you trust it: "
@@ -47,6 +48,11 @@ class Clip:
         return self.model.config.projection_dim
 
     @property
+    def max_tokens(self) -> int:
+        """Tokens of a text that the model reads, the two at its ends included."""
+        return self.model.config.text_config.max_position_embeddings
+
+    @property
     def logit_scale(self) -> float:
         """The factor of cosines that the checkpoint was trained with."""
         return self.model.logit_scale.float().exp().item()
@@ -63,6 +69,10 @@ class Clip:
             parts.append(_unit(self.model.get_image_features(pixel_values=pixels).pooler_output))
         return torch.cat(parts)
 
+    def are_cut(self, texts: Sequence[str]) -> list[bool]:
+        """Whether each text has more tokens than the model reads."""
+        return are_cut(texts, self.processor.tokenizer, self.max_tokens)
+
     @torch.no_grad()
     def embed_texts(self, texts: Sequence[str], batch_size: int) -> Tensor:
         """Unit embeddings `[B, width]` float32, on the CPU; each text is computed once, and cut to fit the model."""
@@ -73,7 +83,7 @@ class Clip:
                 list(batch),
                 padding="max_length",  # so that no embedding depends on the other texts
                 truncation=True,
-                max_length=self.model.config.text_config.max_position_embeddings,
+                max_length=self.max_tokens,
                 return_tensors="pt",
             ).to(self.device)
             features = self.model.get_text_features(

@@ -113,6 +113,16 @@ class WeightedSum:
             errors=self._errors(outputs),
         )
 
+    def describe_cuts(self, prompts: Sequence[Prompt]) -> list[str]:
+        """A sentence for each term that does not read all of its prompts to their end."""
+        told = []
+        for reward, tags in zip(self.rewards, self.tags, strict=True):
+            describe = getattr(reward, "describe_cuts", None)
+            own = {prompt.text: prompt for prompt in prompts if not tags or prompt.tag in tags}
+            if describe is not None and (sentence := describe(list(own.values()))) is not None:
+                told.append(sentence)
+        return told
+
     def _score_rows(
         self,
         label: str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,19 @@ class PickScore:
         text = clip.embed_texts([prompt.text for prompt in prompts], self.batch_size)
         logits = clip.logit_scale * (image * text).sum(-1).double().numpy()
         return RewardOutput(scores=logits / self.divisor, extra={"logit": logits})
+
+    def describe_cuts(self, prompts: Sequence[Prompt]) -> str | None:
+        """A sentence on prompts that are longer than the checkpoint reads, usually 77 tokens; None if there is none."""
+        clip = self._clip()
+        cut = clip.are_cut([prompt.text for prompt in prompts])
+        if not any(cut):
+            return None
+        first = prompts[cut.index(True)]
+        return (
+            f"prompts are cut ({first.place or repr(first.text[:60])} is the first) by reward {self.name}: {sum(cut)} "
+            f"of {len(prompts)} beyond {clip.max_tokens} tokens; no score depends on what stands behind them, so "
+            "shorten these prompts, or add a reward that reads them whole"
+        )
 
     def _clip(self) -> Clip:
         from flowcorr.rewards.clip import load_clip

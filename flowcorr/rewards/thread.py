@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -39,6 +39,10 @@ class ThreadReward:
     def __call__(self, images: ImageArray, prompts: list[Prompt]) -> RewardOutput:
         """Score images in one call, and wait for the scores."""
         return self.submit(images, prompts).result()
+
+    def describe_cuts(self, prompts: Sequence[Prompt]) -> list[str]:
+        """See `WeightedSum.describe_cuts`; computed in the caller's thread."""
+        return self._reward.describe_cuts(prompts)
 
     def submit(self, images: ImageArray, prompts: list[Prompt]) -> Future[RewardOutput]:
         """Score images in one call, after those that were submitted before."""

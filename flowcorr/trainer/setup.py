@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +24,8 @@ from flowcorr.models.negatives import check_negative_prompts
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Prompt
 from flowcorr.rewards import (
-    Reward,
     ThreadReward,
+    WeightedSum,
     build_reward,
     check_prompts,
     frame_rules,
@@ -41,6 +42,8 @@ from flowcorr.trainer.run import TrainingRun
 from flowcorr.workers.pool import OnEvent, ignore_event
 from flowcorr.workers.reward import RayReward
 from flowcorr.workers.rollout import RayRollout
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -140,6 +143,9 @@ def build_run(config: Config, *, on_event: OnEvent = ignore_event) -> tuple[Trai
             reward = _build_reward(config, on_event)
             if isinstance(reward, RayReward | ThreadReward):
                 on_failure.callback(reward.close)
+            _say_cuts(reward, (*prompts.train, *prompts.heldout))
+            if gold is not None:
+                _say_cuts(gold, prompts.heldout)
             family = load_model(config)
         _log_frames(config, family, on_event)
         family.cuts.add((*prompts.train, *prompts.heldout))
@@ -229,7 +235,7 @@ def _log_frames(config: Config, family: ModelFamily, on_event: OnEvent) -> None:
             )
 
 
-def _build_reward(config: Config, on_event: OnEvent) -> Reward:
+def _build_reward(config: Config, on_event: OnEvent) -> WeightedSum | ThreadReward | RayReward:
     settings = config.reward
     if settings.placement == "ray":
         return RayReward(
@@ -243,11 +249,17 @@ def _build_reward(config: Config, on_event: OnEvent) -> Reward:
     return ThreadReward(reward) if in_thread else reward
 
 
-def _build_gold(config: Config) -> Reward | None:
+def _build_gold(config: Config) -> WeightedSum | None:
     """The gold rewards that only evaluations score."""
     settings = config.reward
     gold = settings.evaluation_gold
     return build_reward((), gold, timeout=settings.timeout) if gold else None
+
+
+def _say_cuts(reward: WeightedSum | ThreadReward | RayReward, prompts: Sequence[Prompt]) -> None:
+    """Log which rewards do not read their prompts to the end."""
+    for sentence in reward.describe_cuts(prompts):
+        logger.warning(sentence)
 
 
 def _build_engine(

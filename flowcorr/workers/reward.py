@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -74,6 +75,12 @@ class RayReward:
             ]
         )
 
+    def describe_cuts(self, prompts: Sequence[Prompt]) -> list[str]:
+        """See `WeightedSum.describe_cuts`."""
+        plain = [replace(prompt, images=(), metadata={}) for prompt in prompts]
+        (told,) = self._workers.submit("the length of prompts on", "describe_cuts", plain).result().values
+        return list(told)
+
     def follow(self, shards: Sequence[Future[Answer]], prompts: Sequence[list[Prompt]]) -> Reward:
         """Score each shard of a rollout as soon as it is sampled.
 
@@ -124,6 +131,10 @@ class RewardWorker:
     def name(self) -> str:
         """The reward's name in messages."""
         return reward_name(self._reward)
+
+    def describe_cuts(self, prompts: list[Prompt]) -> list[str]:
+        """See `WeightedSum.describe_cuts`."""
+        return self._reward.describe_cuts(prompts)
 
     def score(self, images: Images, prompts: list[Prompt]) -> RewardOutput:
         """Score images."""

@@ -6,9 +6,10 @@ import torch
 from PIL import Image
 from transformers import AutoModel, AutoProcessor
 
+from flowcorr.config import RewardTerm
 from flowcorr.errors import ConfigError
 from flowcorr.records import Prompt
-from flowcorr.rewards import PickScore
+from flowcorr.rewards import PickScore, build_reward
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (5, 24, 40, 3), dtype=np.uint8)
 PROMPTS = [
@@ -113,3 +114,22 @@ def test_other_models_are_refused(options, tmp_path):
     BertModel(BertConfig(vocab_size=8, **shape)).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="holds a BertModel; it must be a CLIPModel"):
         PickScore(**{**options, "path": str(tmp_path)})
+
+
+def test_prompts_that_are_longer_than_the_model_reads_are_told(options):
+    """The model reads 16 tokens, one of which is a letter here, and two of which are its own."""
+    reward = PickScore(**options)
+    assert reward.describe_cuts([Prompt(text="a b c d e f g h i j k l m n"), Prompt(text="")]) is None
+    long = [Prompt(text=f"a b c d e f g h i j k l m n {end}", place=f"p.txt:{end}") for end in "xyz"]
+    told = reward.describe_cuts([Prompt(text="a cat"), *long])
+    assert "(p.txt:x is the first) by reward pickscore: 3 of 4 beyond 16 tokens" in told
+    scores = reward(IMAGES[[0, 0, 0]], long).scores
+    assert len(set(scores.round(6))) == 1  # as the sentence says
+
+
+def test_a_sum_tells_of_the_prompts_that_each_term_scores(options):
+    term = RewardTerm(name="pickscore", options=options, tags=("long",))
+    prompts = [Prompt(text="a b c " * 20, tag=tag) for tag in ("long", "short", "long")]
+    (told,) = build_reward([term, RewardTerm(name="jpeg_compressibility")]).describe_cuts(prompts)
+    assert "reward pickscore: 1 of 1 beyond 16 tokens" in told
+    assert build_reward([term]).describe_cuts(prompts[1:2]) == []
