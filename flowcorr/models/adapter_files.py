@@ -23,6 +23,8 @@ DIFFUSERS_FILE, PEFT_FILE, PEFT_CONFIG = (
 )
 _DIFFUSERS_PREFIX, _PEFT_PREFIX = "transformer.", "base_model.model."
 _PREFIXES = (_PEFT_PREFIX, "model.diffusion_model.", "diffusion_model.", _DIFFUSERS_PREFIX, "module.")
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # of torch, at any place
+_ADAPTER_NAME = re.compile(r"\.(lora_[AB])\.[^.]+\.weight$")
 _FLAT_PREFIXES = ("lora_unet_", "lora_transformer_")  # of kohya: names of layers with _ for each dot
 _TEXT_PREFIXES = ("text_encoder", "lora_te", "te1", "te2", "te3", "text_model")
 _MATRIX = re.compile(r"(.+?)\.(?:lora_(A|B|down|up)|lora\.(down|up))(?:\.([^.]+))?\.weight")
@@ -98,6 +100,24 @@ def at_full_strength(
     return tensors, {**metadata, "lora_alpha": rank}
 
 
+def without_wrappers(name: str) -> str:
+    """A tensor's name without the parts that `torch.compile`, FSDP and activation checkpointing put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def plain_name(name: str) -> str:
+    """An adapter's tensor as `peft.get_peft_model_state_dict` of the transformer alone names it.
+
+    Names of wrappers are left out, of DistributedDataParallel, peft and pipelines before it as well, and the adapter's.
+    """
+    name = without_wrappers(name)
+    while prefix := next(filter(name.startswith, _PREFIXES), None):
+        name = name.removeprefix(prefix)
+    return _ADAPTER_NAME.sub(r".\1.weight", name)
+
+
 def write_for_diffusers(directory: str, state: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
     """Write an adapter for a pipeline's `load_lora_weights`, and for its transformer's `load_lora_adapter`."""
     from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
@@ -161,7 +181,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     try:
-        state = {name: _widened(value) for name, value in load_file(file).items()}
+        state = {without_wrappers(name): _widened(value) for name, value in load_file(file).items()}
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{file.name} is not a safetensors file: {error}") from error
     for name, value in state.items():

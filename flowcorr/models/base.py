@@ -228,6 +228,11 @@ class ModelFamily(ABC):
         """The scale by which guidance amplifies the rounding of two forward passes; 1 where there is one pass."""
         return float(getattr(guidance, self.guidance_key)) if self.needs_negative(guidance) else 1.0
 
+    @property
+    def frames_per_second(self) -> int:
+        """Frames a second of the family's videos, as people are shown them."""
+        return 16
+
     @abstractmethod
     def latent_shape(self, height: int | None, width: int | None) -> tuple[int, ...]:
         """The latent shape of one image, or of one latent frame, of `height` x `width` pixels (null: the native size).

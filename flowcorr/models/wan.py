@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +16,6 @@ from flowcorr.models.frame_vae import decode_frames
 from flowcorr.models.schedule import Schedule
 from flowcorr.models.sizes import check_frame_count, check_size
 from flowcorr.records import Prompt
-
-_HEIGHT, _WIDTH, _FRAMES = 480, 832, 81  # defaults of the pipeline's call
 
 
 class Wan(ModelFamily):
@@ -54,6 +53,16 @@ class Wan(ModelFamily):
             )
         super().__init__(pipeline, **options)
 
+    @property
+    def frames_per_second(self) -> int:
+        """16 of Wan 2.1, and 24 of Wan 2.2 TI2V, whose pipeline spreads a timestep over its tokens."""
+        return 24 if self.pipeline.config.expand_timesteps else 16
+
+    def _native(self, argument: str) -> int:
+        """The default of an argument of the pipeline's call."""
+        default: int = inspect.signature(type(self.pipeline).__call__).parameters[argument].default
+        return default
+
     @classmethod
     def text_shapes(cls, configs: Mapping[str, Mapping[str, Any]], length: int) -> TextShapes:
         width = configs["transformer"]["text_dim"]
@@ -71,13 +80,13 @@ class Wan(ModelFamily):
 
     def latent_shape(self, height: int | None, width: int | None) -> tuple[int, ...]:
         factor = self.pipeline.vae_scale_factor_spatial
-        height, width = height or _HEIGHT, width or _WIDTH
+        height, width = height or self._native("height"), width or self._native("width")
         _, rows, _ = self.transformer.config.patch_size
         check_size(height, width, rows * factor)
         return (self.transformer.config.in_channels, height // factor, width // factor)
 
     def sample_shape(self, height: int | None, width: int | None, num_frames: int | None) -> tuple[int, ...]:
-        factor, num_frames = self.pipeline.vae_scale_factor_temporal, num_frames or _FRAMES
+        factor, num_frames = self.pipeline.vae_scale_factor_temporal, num_frames or self._native("num_frames")
         check_frame_count(num_frames, factor)
         channels, rows, columns = self.latent_shape(height, width)
         return (channels, (num_frames - 1) // factor + 1, rows, columns)

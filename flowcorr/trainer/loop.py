@@ -105,6 +105,7 @@ class _Loop:
             trackers if distributed.is_main() else {}, partial(self._say, "tracker_failed")
         )
         self.run, self.data = build_run(config, on_event=events)
+        self._rate = self.run.actor.family.frames_per_second
         self.step = 0
         self.best: Best | None = None
         self.evaluated: Mapping[str, float] = {}  # metrics of the last evaluation
@@ -311,8 +312,8 @@ class _Loop:
             name = "before" if self.step == 0 else "after"
             path = self.out_dir / IMAGES_FOLDER / f"eval_{name}"
             shown = evaluation.images, self.data.heldout, evaluation.scores
-            save_samples(*shown, path)
-            log_samples(self.trackers, "eval", *shown, self.step)
+            save_samples(*shown, path, rate=self._rate)
+            log_samples(self.trackers, "eval", *shown, self.step, rate=self._rate)
         self.observer.on_eval(self.step, metrics)
         return metrics
 
@@ -324,8 +325,8 @@ class _Loop:
     def _log_images(self, result: StepResult) -> None:
         """Save and log samples of the main rank."""
         if distributed.is_main():
-            shown = result.images, result.prompts, result.scores
-            save_and_log_rollouts(self.trackers, *shown, self.out_dir / IMAGES_FOLDER, self.step)
+            shown = result.images, result.prompts, result.scores, self.out_dir / IMAGES_FOLDER, self.step
+            save_and_log_rollouts(self.trackers, *shown, rate=self._rate)
 
     # Checkpoints -----------------------------------------------------------------------------------------
 

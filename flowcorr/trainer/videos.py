@@ -18,11 +18,12 @@ from flowcorr.trainer.images import image_grid, labelled, save_image
 MAX_VIDEOS = 8
 MAX_LOGGED = 16  # held-out images of an evaluation that trackers get
 MAX_GIF_VIDEOS = 4  # a GIF is ten times as large as an MP4
-FRAMES_A_SECOND = 16  # of Wan 2.1
 _CODEC = "libx264"  # some distributions leave it out of their FFmpeg
 
 
-def save_film(videos: ImageArray, prompts: Sequence[Prompt], scores: np.ndarray | None, path: Path) -> None:
+def save_film(
+    videos: ImageArray, prompts: Sequence[Prompt], scores: np.ndarray | None, path: Path, *, rate: int
+) -> None:
     """Write the first `MAX_VIDEOS` videos side by side: as MP4, or as animated WebP without PyAV and x264.
 
     Args:
@@ -30,6 +31,7 @@ def save_film(videos: ImageArray, prompts: Sequence[Prompt], scores: np.ndarray 
         prompts: of the videos.
         scores: `[B]`, shown below them.
         path: without the suffix, which is `.mp4` or `.webp`.
+        rate: frames a second, those of the model family.
 
     Raises:
         BackendError: the folder cannot be written to, such as when the disk is full.
@@ -37,10 +39,12 @@ def save_film(videos: ImageArray, prompts: Sequence[Prompt], scores: np.ndarray 
     suffix, write = (".mp4", _write_mp4) if _encodes_mp4() else (".webp", _write_webp)
     path = path.with_name(f"{path.name}{suffix}")
     with writing(path):
-        write(_frames(videos[:MAX_VIDEOS], prompts[:MAX_VIDEOS], scores), path)
+        write(_frames(videos[:MAX_VIDEOS], prompts[:MAX_VIDEOS], scores), path, rate)
 
 
-def animated_gif(videos: ImageArray, prompts: Sequence[Prompt], scores: np.ndarray | None) -> bytes:
+def animated_gif(
+    videos: ImageArray, prompts: Sequence[Prompt], scores: np.ndarray | None, *, rate: int
+) -> bytes:
     """The first `MAX_GIF_VIDEOS` videos side by side, for trackers; arguments as of `save_film`."""
     first, *rest = _frames(videos[:MAX_GIF_VIDEOS], prompts[:MAX_GIF_VIDEOS], scores)
     film = io.BytesIO()
@@ -49,7 +53,7 @@ def animated_gif(videos: ImageArray, prompts: Sequence[Prompt], scores: np.ndarr
         "GIF",
         save_all=True,
         append_images=rest,
-        duration=1000 // FRAMES_A_SECOND,
+        duration=1000 // rate,
         loop=0,
         optimize=False,
     )
@@ -63,12 +67,14 @@ def log_samples(
     prompts: Sequence[Prompt],
     scores: np.ndarray | None,
     step: int,
+    *,
+    rate: int,
 ) -> None:
     """Give trackers `<where>/images`, the first `MAX_LOGGED` images one by one, or `<where>/videos`, a film."""
     if not trackers.beside_folder:
         return
     if images.ndim == 5:
-        trackers.log_videos({f"{where}/videos": animated_gif(images, prompts, scores)}, step)
+        trackers.log_videos({f"{where}/videos": animated_gif(images, prompts, scores, rate=rate)}, step)
     else:
         first = labelled(images[:MAX_LOGGED], prompts[:MAX_LOGGED], scores)
         trackers.log_images({f"{where}/images": first}, step)
@@ -81,6 +87,8 @@ def save_and_log_rollouts(
     scores: np.ndarray | None,
     folder: Path,
     step: int,
+    *,
+    rate: int,
 ) -> None:
     """Write a grid of a training step's images, and a film of videos, to `folder`, and give both to trackers.
 
@@ -91,12 +99,12 @@ def save_and_log_rollouts(
     save_image(grid, folder / f"rollout_{step:06d}_00.png")
     trackers.log_images({"rollout": [grid]}, step)
     if images.ndim == 5:
-        save_film(images, prompts, scores, folder / f"rollout_{step:06d}")
-        log_samples(trackers, "rollout", images, prompts, scores, step)
+        save_film(images, prompts, scores, folder / f"rollout_{step:06d}", rate=rate)
+        log_samples(trackers, "rollout", images, prompts, scores, step, rate=rate)
 
 
 def save_samples(
-    images: ImageArray, prompts: Sequence[Prompt], scores: np.ndarray | None, path: Path
+    images: ImageArray, prompts: Sequence[Prompt], scores: np.ndarray | None, path: Path, *, rate: int
 ) -> None:
     """Write a grid of images as PNG to `path` without its suffix, and beside it the film of videos.
 
@@ -105,7 +113,7 @@ def save_samples(
     """
     save_image(image_grid(labelled(images, prompts, scores)), path.with_name(f"{path.name}.png"))
     if images.ndim == 5:
-        save_film(images, prompts, scores, path)
+        save_film(images, prompts, scores, path, rate=rate)
 
 
 def _frames(
@@ -124,12 +132,12 @@ def _encodes_mp4() -> bool:
     return _CODEC in av.codecs_available
 
 
-def _write_mp4(frames: Iterator[Image.Image], path: Path) -> None:
+def _write_mp4(frames: Iterator[Image.Image], path: Path, rate: int) -> None:
     import av
 
     first = next(frames)
     with av.open(str(path), mode="w", format="mp4") as film:
-        stream = film.add_stream(_CODEC, rate=FRAMES_A_SECOND, options={"crf": "18"})
+        stream = film.add_stream(_CODEC, rate=rate, options={"crf": "18"})
         stream.pix_fmt = "yuv420p"  # which browsers play; its colours are of 2 x 2 pixels, so sides are even
         stream.width, stream.height = first.width + first.width % 2, first.height + first.height % 2
         for frame in itertools.chain([first], frames):
@@ -139,6 +147,6 @@ def _write_mp4(frames: Iterator[Image.Image], path: Path) -> None:
         film.mux(stream.encode())
 
 
-def _write_webp(frames: Iterator[Image.Image], path: Path) -> None:
+def _write_webp(frames: Iterator[Image.Image], path: Path, rate: int) -> None:
     first, *rest = frames
-    first.save(path, save_all=True, append_images=rest, duration=1000 // FRAMES_A_SECOND, loop=0, quality=80)
+    first.save(path, save_all=True, append_images=rest, duration=1000 // rate, loop=0, quality=80)

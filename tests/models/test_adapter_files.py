@@ -13,7 +13,7 @@ from flowcorr import lora
 from flowcorr.config.schema import LoraConfig, ModelConfig
 from flowcorr.errors import ConfigError
 from flowcorr.models import ModelFamily, load_family
-from flowcorr.models.adapter_files import PEFT_CONFIG, read_adapter, rescaled
+from flowcorr.models.adapter_files import DIFFUSERS_FILE, PEFT_CONFIG, plain_name, read_adapter, rescaled
 from tests.models.learning import load_adapter
 
 RANK, ALPHA = 4, 6.0  # a scale that is no power of 2
@@ -368,3 +368,27 @@ def test_the_options_beside_it_scale_an_adapter(qwen, tmp_path):
     save_file(tensors_of(qwen), tmp_path / FILE)
     (tmp_path / PEFT_CONFIG).write_text(json.dumps({"r": RANK, "lora_alpha": 2.0 * RANK}))
     assert_same(qwen.started(tmp_path), {name: 2 * update for name, update in qwen.updates.items()})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "blocks.0.to_q.lora_A.weight",
+        "transformer.blocks.0.to_q.lora_A.weight",
+        "module.base_model.model._orig_mod.blocks.0.to_q.lora_A.default.weight",
+        "_orig_mod.module.base_model.model.blocks.0._orig_mod.to_q.lora_A.weight",
+        "_fsdp_wrapped_module.blocks.0._fsdp_wrapped_module._checkpoint_wrapped_module.to_q.lora_A.policy.weight",
+    ],
+)
+def test_names_that_wrappers_add_are_left_out(name):
+    assert plain_name(name) == "blocks.0.to_q.lora_A.weight"
+
+
+def test_a_file_saved_from_a_compiled_or_sharded_model_is_read(qwen, tmp_path):
+    state = load_file(f"{qwen.folder}/{DIFFUSERS_FILE}")
+    wrapper = "._orig_mod.attn._checkpoint_wrapped_module."
+    wrapped = {name.replace(".attn.", wrapper): value for name, value in state.items()}
+    assert wrapped.keys() != state.keys()
+    save_file(wrapped, tmp_path / "wrapped.safetensors")
+    pairs = read_adapter(str(tmp_path / "wrapped.safetensors"), qwen.layers, qwen.family.pipeline_class)
+    assert pairs.keys() == read_adapter(qwen.folder, qwen.layers, qwen.family.pipeline_class).keys()

@@ -1,5 +1,6 @@
 """Wan on tiny-random pipelines of its own classes, against loops written with diffusers' pieces."""
 
+import inspect
 from dataclasses import replace
 
 import numpy as np
@@ -88,6 +89,16 @@ def pipeline_velocity(pipe, latents, timestep, prompt, guidance):
         return predict(embeds)
     without = predict(negative)
     return without + guidance.guidance_scale * (predict(embeds) - without)
+
+
+def test_each_model_has_the_frame_rate_that_it_was_trained_on(family, name):
+    assert family.frames_per_second == {"wan": 16, "wan22_ti2v": 24}[name]
+
+
+def test_native_sizes_are_those_of_the_pipelines_call(family):
+    defaults = inspect.signature(type(family.pipeline).__call__).parameters
+    sizes = [defaults[argument].default for argument in ("height", "width", "num_frames")]
+    assert family.sample_shape(None, None, None) == family.sample_shape(*sizes)
 
 
 def test_shape_of_a_sample(paths):

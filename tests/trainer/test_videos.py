@@ -38,26 +38,28 @@ def brightness(path):
 
 
 def test_a_film_shows_every_frame(tmp_path):
-    pytest.importorskip("av")
-    save_samples(VIDEOS, PROMPTS, None, tmp_path / "images" / "eval_after")
+    av = pytest.importorskip("av")
+    save_samples(VIDEOS, PROMPTS, None, tmp_path / "images" / "eval_after", rate=24)
     assert {path.name for path in (tmp_path / "images").iterdir()} == {"eval_after.png", "eval_after.mp4"}
     levels, size = brightness(tmp_path / "images" / "eval_after.mp4")
     assert levels == pytest.approx(LEVELS.tolist(), abs=3)
     assert size[0] % 2 == size[1] % 2 == 0
     assert size[0] == 4 * 120 + 3 * 4  # of the first eight videos, in rows of four
     assert MAX_VIDEOS == 8
+    with av.open(tmp_path / "images" / "eval_after.mp4") as film:
+        assert film.streams.video[0].average_rate == 24
 
 
 @pytest.mark.parametrize("av", [None, SimpleNamespace(codecs_available={"mpeg4"})])
 def test_without_av_or_its_encoder_it_is_an_animated_webp(tmp_path, monkeypatch, av):
     monkeypatch.setitem(sys.modules, "av", av)
-    save_film(VIDEOS, PROMPTS, np.zeros(10), tmp_path / "rollout_000002")
+    save_film(VIDEOS, PROMPTS, np.zeros(10), tmp_path / "rollout_000002", rate=16)
     levels, _ = brightness(tmp_path / "rollout_000002.webp")
     assert levels == pytest.approx(LEVELS.tolist(), abs=6)
 
 
 def test_trackers_get_every_frame():
-    with Image.open(io.BytesIO(animated_gif(VIDEOS, PROMPTS, None))) as film:
+    with Image.open(io.BytesIO(animated_gif(VIDEOS, PROMPTS, None, rate=16))) as film:
         frames = [film.seek(frame) or film.convert("RGB") for frame in range(film.n_frames)]
         assert film.info["duration"] == 60  # milliseconds, in whole hundredths of a second
     assert [frame.getpixel((20, 20))[0] for frame in frames] == LEVELS.tolist()
@@ -65,7 +67,7 @@ def test_trackers_get_every_frame():
 
 
 def test_images_have_no_film(tmp_path):
-    save_samples(VIDEOS[:, 0], PROMPTS, None, tmp_path / "eval_before")
+    save_samples(VIDEOS[:, 0], PROMPTS, None, tmp_path / "eval_before", rate=16)
     assert [path.name for path in tmp_path.iterdir()] == ["eval_before.png"]
 
 

@@ -20,10 +20,10 @@ from flowcorr.dumps.replay import ReplaySamples
 from flowcorr.errors import ConfigError
 from flowcorr.lora import ADAPTER, adapter_state, add_adapter
 from flowcorr.models import DTYPES, Conditioning, Guidance, ModelFamily, Schedule
+from flowcorr.models.adapter_files import plain_name
 from flowcorr.records import Prompt
 from flowcorr.references import Reference
 
-_PREFIXES = ("base_model.model.", "transformer.")
 # Relative error of a velocity: of two float32 stacks, of one whose weights and activations are rounded.
 VELOCITY_ERROR = {"float32": 2e-6, "float16": 2.5e-3, "bfloat16": 2e-2}
 _BATCH = 8  # samples of a forward pass
@@ -226,9 +226,7 @@ def load_adapter(family: ModelFamily, samples: ReplaySamples) -> None:
     """
     import peft
 
-    state: dict[str, Any] = dict(samples.adapter)
-    for prefix in _PREFIXES:
-        state = {name.removeprefix(prefix): value for name, value in state.items()}
+    state: dict[str, Any] = {plain_name(name): value for name, value in samples.adapter.items()}
     downs = {name: value for name, value in state.items() if name.endswith(".lora_A.weight")}
     ranks = {value.shape[0] for value in downs.values()}
     if len(ranks) != 1 or 2 * len(downs) != len(state):

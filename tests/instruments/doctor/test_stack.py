@@ -11,6 +11,7 @@ from flowcorr import ReplaySamples
 from flowcorr.config import ModelConfig
 from flowcorr.errors import ConfigError
 from flowcorr.instruments.doctor.stack import Stack, prompt_pool
+from flowcorr.lora import adapter_state
 from flowcorr.models import Guidance, load_family
 from flowcorr.rewards.references import references_of
 from tests.prompts import prompts_of
@@ -46,6 +47,17 @@ def test_packed_latents_are_laid_out_as_the_family_has_them(stack_of, captured):
     others = dict.fromkeys(("latents", "next_latents", "final_latents"))
     found = stack_of(initial_noise=flat, **others).tensor("initial_noise")
     torch.testing.assert_close(found, captured["initial_noise"][:4])
+
+
+def test_a_captured_adapter_may_have_the_names_of_wrappers(stack_of, captured):
+    plain = adapter_state(stack_of().family.transformer)
+    wrapped = {
+        f"module.base_model.model._orig_mod.{name.replace('.weight', '.default.weight')}": value
+        for name, value in captured["adapter"].items()
+    }
+    found = adapter_state(stack_of(adapter=wrapped).family.transformer)
+    assert found.keys() == plain.keys()
+    assert all(torch.equal(found[name], plain[name]) for name in plain)
 
 
 def test_an_adapter_of_another_model_is_refused(stack_of):
