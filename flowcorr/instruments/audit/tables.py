@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -156,14 +157,16 @@ def gap_chart(steps: Table, limit: float | Sequence[float] | None) -> Chart:
         name="audit_gap",
         title="The gap by step of the schedule",
         draw=_draw_gap,
-        data={"steps": steps, "limit": limit},
+        data={"rows": steps.records(), "limit": limit},
         caption=f"{quantiles}: quantiles of |delta log p|, nats per latent element; needed: the clip range that "
         "bypass needs" + ("; clip: the configured clip range" if limit is not None else ""),
     )
 
 
-def _draw_gap(figure: Figure, steps: Table, limit: float | Sequence[float] | None) -> None:
-    axes, rows = figure.subplots(), steps.records()
+def _draw_gap(
+    figure: Figure, rows: Sequence[Mapping[str, Any]], limit: float | Sequence[float] | None
+) -> None:
+    axes = figure.subplots()
     places = range(len(rows))
     lines = [
         (f"{level:.0%}", [row[name] for row in rows], PALETTE[0], "-")
