@@ -32,10 +32,13 @@ def audit(*arguments):
 def test_a_recipe_without_a_gap(tmp_path, capsys):
     assert audit("--batches", "1", "--out", str(tmp_path)) == 0
     out = capsys.readouterr().out
-    found = json.loads((tmp_path / "audit.json").read_text())["findings"][0]
+    report = json.loads((tmp_path / "audit.json").read_text())
+    found = report["findings"][0]
     assert (found["level"], found["cause"]) == ("healthy", "gap")
     assert out.startswith(found["sentence"])
-    assert all(name in out for name in PRESETS)
+    idle = [row["preset"] for row in report["tables"]["presets"] if "(this run)" not in row["preset"]]
+    assert set(idle) == set(PRESETS) - {"disabled"}  # which is this run
+    assert not any(name in out for name in idle)
     assert f"{tmp_path / 'audit.html'} and 2 charts" in out
 
 
