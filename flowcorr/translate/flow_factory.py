@@ -284,7 +284,7 @@ ROWS = (
         "data.dataset_dir",
         "data.path",
         lambda get: there.prompts_file(get, "train"),
-        "train.jsonl if there is one",
+        there.references_note,
     ),
     Row("data.dataset_dir", "data.heldout_path", lambda get: there.prompts_file(get, "test")),
     Row((), "data.num_heldout", lambda get: _ALL_PROMPTS, "all of them are evaluated"),
@@ -313,13 +313,37 @@ LEFT = (
     Left("train.kl_type", "without kl_beta there is no KL", ("v-based", "x-based")),
     Left("scheduler.seed", "windows are drawn from trainer.seed", (42,)),
     Left("data.max_dataset_size", "shorten the file of prompts"),
-    Left("eval.guidance_scale", "evaluations use the guidance of sampling"),
-    Left("eval.negative_prompt", "evaluations use the negative prompt of sampling"),
+    Left("eval.guidance_scale", "evaluations use the guidance of sampling", like="train.guidance_scale"),
+    Left(
+        "eval.negative_prompt",
+        "evaluations use the negative prompt of sampling",
+        like="train.negative_prompt",
+    ),
+    Left(
+        "eval.max_sequence_length",
+        "evaluations read prompts as sampling does",
+        like="train.max_sequence_length",
+    ),
+    Left("eval.seed", "evaluations draw their noise from trainer.seed", like="train.seed"),
+    Left(
+        "*.condition_image_size",
+        "reference images are fitted to the height and width of sampling",
+        when=there.takes_references,
+    ),
+    Left("data.image_dir", "reference images are found by their paths from the file of prompts"),
     Left("train.latent_storage_dtype", "latents are stored in float32", ("float32", "fp32")),
     Left("config_file", "how it shards; see actor.fsdp"),
 )
 APART = (
-    *("data.*", "log.*", "model.*", "*.condition_image_size", "eval.per_device_batch_size", "eval.seed"),
+    *(
+        f"data.{key}"
+        for key in (
+            *("cache_dir", "preprocessing_batch_size", "dataloader_num_workers"),
+            *("enable_preprocess", "force_reprocess", "preprocess_parallelism"),
+        )
+    ),
+    *(f"log.{key}" for key in ("run_name", "project", "save_dir", "save_model_only", "verbose")),
+    "eval.per_device_batch_size",
     *(
         f"train.{key}"
         for key in ("ref_param_device", "ema_device", "offload_samples_to_cpu", "num_batches_per_epoch")

@@ -71,6 +71,7 @@ ABSENT: dict[str, Any] = {
     "eval.resolution": 1024,
     "eval.height": None,
     "eval.num_inference_steps": 30,
+    "eval.guidance_scale": 3.5,
     "eval.eval_freq": 10,
     "log.save_freq": 10,
     "log.logging_backend": None,
@@ -99,6 +100,7 @@ class _Model:
         attention, others: those layers of `target_modules: default` that its transformer has.
         tokens: of its long text encoder.
         reads: those keys of `TEXT_KEYS` that the function which encodes its prompts takes.
+        takes_references: whether it takes reference images.
     """
 
     family: str
@@ -106,6 +108,7 @@ class _Model:
     others: tuple[str, ...] = ()
     tokens: int = 512
     reads: tuple[str, ...] = TEXT_KEYS
+    takes_references: bool = False
 
 
 MODELS = {
@@ -117,6 +120,7 @@ MODELS = {
             *("ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out"),
             "attn.to_qkv_mlp_proj",
         ),
+        takes_references=True,
     ),
     "qwen-image": _Model(
         family="qwen_image", others=("img_mlp.net.0.proj", "txt_mlp.net.0.proj"), tokens=1024
@@ -169,6 +173,22 @@ def targets(get: Given) -> list[str] | None:
 def reads(get: Given, key: str) -> bool:
     """Whether the model's prompts are encoded with this key of `TEXT_KEYS`."""
     return key in _model(get).reads
+
+
+def takes_references(get: Given) -> bool:
+    """Whether the model takes reference images, if the prompts have some."""
+    return _model(get).takes_references
+
+
+def references_note(get: Given) -> str:
+    """Where reference images lie there, and here."""
+    if not takes_references(get):
+        return "train.jsonl if there is one"
+    folder = get.plain("data.image_dir") or os.path.join(get("data.dataset_dir", str), "images/")
+    return (
+        f"train.jsonl if there is one; reference images that its lines name lie in {folder} there, and here beside the "
+        "file: write their paths from it"
+    )
 
 
 def tokens(get: Given) -> int:

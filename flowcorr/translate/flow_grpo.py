@@ -366,24 +366,29 @@ ROWS = (
 )
 
 LEFT = (
-    Left("sample.eval_guidance_scale", "evaluations use the guidance of sampling"),
+    Left(
+        "sample.eval_guidance_scale", "evaluations use the guidance of sampling", like="sample.guidance_scale"
+    ),
+    Left(
+        "train.clip_range_*", "both sides of the clip range are actor.clip_ratio's", like="train.clip_range"
+    ),
+    Left("resume_from", "start from the weights of a run by model.lora.warm_start"),
+    Left("allow_tf32", "what is computed in float32 is not rounded to TF32"),
     Left("prompt_fn_kwargs*", "prompts come from the file data.path"),
     Left("pretrained.revision", "flowcorr loads the newest revision", ("main",)),
 )
 APART = (
-    *("sample.*", "train.*"),  # its script does not read them, or rollout.batch_size sets the size of batches
+    *("sample.test_batch_size", "train.timestep_shift"),  # no script of these models reads the second
     *(
         "save_dir",
         "logdir",
         "run_name",
         "run_project",
         "num_epochs",
-        "resume_from",
-        "allow_tf32",
         "debug",
         "script",
     ),
-    *("fsdp_optimizer_offload", "per_prompt_stat_tracking"),
+    "fsdp_optimizer_offload",
 )
 
 DIFFERENCES = (

@@ -13,6 +13,7 @@ from flowcorr.config.load import redact_override, without_interpolation
 from flowcorr.translate.table import Line, Translation
 
 _WIDTH = 110
+_WITHOUT_EFFECT = "not carried over, and without effect on learning, sampling, rewards and evaluations here"
 _PLAIN = re.compile(r"[A-Za-z~/][\w./~-]*", re.ASCII)
 _WORDS = ("true", "false", "null", "yes", "no", "on", "off", "nan", "inf", "~")
 
@@ -34,14 +35,12 @@ def recipe_text(translation: Translation, origin: str, *, all_keys: bool = False
         parts += _comment(f"not carried over ({reason}):", keys)
     rest = translation.without_effect
     if all_keys and rest:
-        parts += _comment(
-            "not carried over, and without effect on learning, sampling and rewards here:", rest
-        )
+        parts += _comment(f"{_WITHOUT_EFFECT}:", rest)
     elif rest:
         counts = Counter(_section_of(key) for key in rest)
         shown = ", ".join(f"{section} {count}" for section, count in counts.items())
         parts += [
-            f"# not carried over, and without effect on learning, sampling and rewards here: {len(rest)} keys",
+            f"# {_WITHOUT_EFFECT}: {len(rest)} keys",
             *(
                 f"# {line}"
                 for line in textwrap.wrap(f"({shown}; --all lists them)", _WIDTH, break_long_words=False)

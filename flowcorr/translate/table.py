@@ -86,6 +86,11 @@ class Given:
             return [value]
         raise ConfigError(f"{key}={value!r} must be {KINDS[kind]}")
 
+    def plain(self, key: str) -> Any:
+        """The value of a key, or the one that counts where it is absent; None for none. It is not checked."""
+        value = _at(self._values, key)
+        return self._absent.get(key) if value is _MISSING else value
+
 
 How = Callable[[Given], Any]
 
@@ -122,17 +127,30 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Keys without an equivalent that may change learning, sampling or rewards.
+    """Keys without an equivalent that may change learning, sampling, rewards or evaluations.
 
     Attributes:
         pattern: a pattern of their names.
         reason: why they are left out, or where it is set here.
         neutral: values that change nothing, besides null; without them, false, 0 and what is empty do not.
+        like: another key, which counts here; an equal value changes nothing. Its `*` stands for that of the pattern.
+        when: whether they may change something beside the other keys.
     """
 
     pattern: str
     reason: str
     neutral: tuple[Any, ...] = ()
+    like: str = ""
+    when: Callable[[Given], Any] = lambda get: True
+
+    def changes(self, key: str, value: Any, get: Given) -> bool:
+        """Whether a value of one of the keys may change something."""
+        if value is None or not self.when(get):
+            return False
+        if self.like:
+            beginning, _, end = self.pattern.partition("*")
+            return value != get.plain(self.like.replace("*", key[len(beginning) : len(key) - len(end)]))
+        return value not in self.neutral if self.neutral else bool(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +164,9 @@ class Table:
         only: values with an equivalent, of keys that have no other.
         refuse: returns why flowcorr cannot run a configuration, or an empty string.
         rows: the keys that are translated.
-        left: keys that are not, and may change learning, sampling or rewards; the first match counts.
-        apart: patterns of keys that change none of these: workers, folders, profiling, other algorithms.
+        left: keys that are not, and may change learning, sampling, rewards or evaluations; the first match counts.
+        apart: patterns of keys that change none of these in any configuration that is translated: workers, memory,
+            folders, profiling, other algorithms. A key of no pattern is unknown, and named if it is set.
         differences: differences in the maths that no configuration removes.
     """
 
@@ -178,7 +197,8 @@ class Translation:
         lines: the lines of the recipe, by dotted key.
         sources: the other trainer's keys, given or not, from which these lines follow.
         left: given keys that are not carried over and may matter, by reason.
-        without_effect: the other given keys: neutral, of no effect beside others, or of nothing that is learned.
+        without_effect: the other given keys: not set, neutral, of no effect beside others, or of nothing that is
+            learned, sampled or scored.
         differences: see `Table`.
     """
 
@@ -221,14 +241,16 @@ def translate_values(values: Mapping[str, Any], table: Table) -> Translation:
     read: set[str] = get.asked.union(*(row.keys for row in table.rows))
     left: dict[str, list[str]] = {}
     without_effect = []
-    for key, value in flat(values):
+    compared = {rule.pattern for rule in table.left if rule.like}
+    by_default = [(key, value) for key, value in table.absent.items() if key in compared and key not in get]
+    for key, value in (*flat(values), *by_default):
         if covers(sources, key):
             continue
-        reason = "" if covers(read, key) else _reason(key, value, table)
-        shown = f"{key}={value}"
+        reason = "" if covers(read, key) else _reason(key, value, table, get)
+        shown = f"{key}={value}" + ("" if key in get else f", {table.name}'s default")
         if reason:
             left.setdefault(reason, []).append(shown)
-        else:
+        elif key in get:
             without_effect.append(shown)
     return Translation(
         lines=lines, sources=sources, left=left, without_effect=without_effect, differences=table.differences
@@ -263,15 +285,17 @@ def decay_of_one(decay: float, updates: float) -> float:
     return min(round(decay ** (1 / updates), 6), 0.999999)
 
 
-def _reason(key: str, value: Any, table: Table) -> str:
+def _reason(key: str, value: Any, table: Table, get: Given) -> str:
     """Why a key that may matter is not carried over; empty if its value changes nothing."""
     rule = next((rule for rule in table.left if fnmatchcase(key, rule.pattern)), None)
-    if rule is None and any(fnmatchcase(key, pattern) for pattern in table.apart):
-        return ""
-    changes = value not in (None, *rule.neutral) if rule is not None and rule.neutral else bool(value)
-    if not changes:
-        return ""
-    return "unknown to flowcorr translate" if rule is None else rule.reason
+    if rule is not None:
+        return rule.reason if rule.changes(key, value, get) else ""
+    is_set = value is not None and value not in ("", [], {})
+    return (
+        "unknown to flowcorr translate"
+        if is_set and not any(fnmatchcase(key, pattern) for pattern in table.apart)
+        else ""
+    )
 
 
 def _comment(row: Row, there: Sequence[str], ours: Any, name: str, note: str) -> str:

@@ -7,7 +7,8 @@ from typing import Any
 from flowcorr.config.families import find_family
 from flowcorr.translate import rewards
 from flowcorr.translate import verl_omni_values as there
-from flowcorr.translate.table import TRACKERS, Given, How, Left, Row, Table, dtype_of
+from flowcorr.translate.table import TRACKERS, Given, How, Row, Table, dtype_of
+from flowcorr.translate.verl_omni_left import APART, LEFT
 from flowcorr.translate.verl_omni_values import (
     ACTOR,
     ALGO,
@@ -320,73 +321,6 @@ ROWS = (
     ),
 )
 
-_KERNEL = "another attention kernel rounds otherwise; see model.attention and rollout.engine"
-_AHEAD = "to sample ahead of training: rollout.placement=ray with rollout.max_staleness"
-LEFT = (
-    Left(f"{OPTIM}.warmup_style", "an older name of lr_scheduler_type"),
-    Left(f"{ACTOR}.loss_scale_factor", "losses are divided by the number of terms"),
-    Left(f"{ACTOR}.shuffle", "batches keep the order of their prompts"),
-    Left(f"{ALGO}.sde_window_seed", "windows are drawn from trainer.seed"),
-    Left(
-        f"{ALGO}.sde_contiguous", "its pipelines of images draw consecutive windows whatever it says", (True,)
-    ),
-    Left(f"{ALGO}.iters_per_group", "belongs to progressive windows", (1,)),
-    Left(f"{ALGO}.*", "may belong to its sampling"),
-    Left(f"{PIPELINE}.frame_rate", "belongs to videos", (24.0,)),
-    Left(f"{PIPELINE}.video_flow_shift", "belongs to videos", (12.0,)),
-    Left(f"{PIPELINE}.*", "may belong to its sampling"),
-    Left(f"{ROLLOUT}.rollout_attn_backend", _KERNEL),
-    Left(f"{MODEL}.attn_backend", _KERNEL),
-    Left(f"{ROLLOUT}.engine_kwargs.*", "options of its engine; set them in rollout.engine", ({},)),
-    Left(f"{ROLLOUT}.external_lib", "code of its user"),
-    Left(f"{MODEL}.external_lib", "code of its user"),
-    Left(f"{MODEL}.custom_chat_template", "prompts are encoded as the pipeline does"),
-    Left(f"{MODEL}.transformer_subfolder", "the pipeline's transformer is trained", ("transformer",)),
-    Left("data.train_max_samples", "shorten the file of prompts", (-1,)),
-    Left("data.shuffle", "prompts are shuffled anew in every pass", (True,)),
-    Left("data.custom_cls.*", "code of its user"),
-    Left("data.sampler.*", "code of its user"),
-    Left("data.apply_chat_template_kwargs*", "prompts are encoded as the pipeline does"),
-    Left("data.filter_overlong_prompts", "prompts are cut to model.max_sequence_length tokens"),
-    Left("trainer.use_v1", _AHEAD),
-    Left("trainer.v1.trainer_mode", _AHEAD, ("sync",)),
-)
-APART = (
-    f"{ROLLOUT}.val_kwargs.*",  # evaluations here are deterministic
-    *(f"{OPTIM}.{key}" for key in ("total_training_steps", "zero_indexed_step", "fused", "lr_*")),
-    *(
-        f"{ACTOR}.{key}"
-        for key in ("fsdp_config.*", "veomni_config.*", "rollout_correction.*", "distill_loss_*", "rollout_n")
-    ),
-    *(
-        f"{ACTOR}.{key}"
-        for key in ("strategy", "profiler.*", "checkpoint.*", "data_loader_seed", "grad_clip")
-    ),
-    *(
-        f"{LOSS}.{key}" for key in ("mix_beta", "ref_kl_coef", "adaptive_weight_min", "dpo_beta")
-    ),  # of other losses
-    *("actor_rollout_ref.ref.*", f"{MODEL}.*", f"{ROLLOUT}.*"),
-    *(
-        "actor_rollout_ref.hybrid_engine",
-        "actor_rollout_ref.nccl_timeout",
-        "algorithm.old_policy_*",
-        "algorithm.timestep_fraction",
-        "algorithm.adv_mode",
-        "algorithm.paired_preference",
-        "reward.*",
-        "data.*",
-    ),
-    *(
-        "trainer.*",
-        "critic.*",
-        "distillation.*",
-        "ray_kwargs.*",
-        "global_profiler.*",
-        "transfer_queue.*",
-        "skip.*",
-    ),
-    "hydra.*",
-)
 DIFFERENCES = (
     "verl applies an asymmetric k1 band to the reciprocal ratio; here the band is of exp(delta)",
     "verl-omni's grpo_guard uses the mean std of a step over the batch; here each sample has its own",

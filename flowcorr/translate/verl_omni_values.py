@@ -221,6 +221,16 @@ def _reward(get: Given, key: str, name: str, entries: Any) -> Reward:
     )
 
 
+def is_judged(get: Given) -> bool:
+    """Whether a language model scores the images."""
+    return any(reward.known is rewards.JUDGED_OCR for reward in reward_functions(get))
+
+
+def samples_ahead(get: Given) -> bool:
+    """Whether it samples ahead of training."""
+    return get("trainer.use_v1", bool) and get.plain("trainer.v1.trainer_mode") not in (None, "sync")
+
+
 def rewards_note(get: Given) -> str:
     """A note to the user about the reward functions."""
     scored = get(f"{PIPELINE}.output_type")

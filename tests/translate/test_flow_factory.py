@@ -265,3 +265,49 @@ def test_rewards_of_evaluations_alone_are_gold(factory):
 def test_what_is_no_run_of_flowcorr_is_refused(factory, changes, message):
     with pytest.raises(ConfigError, match=message):
         factory(**changes)
+
+
+KLEIN = {
+    "model__model_type": "flux2-klein",
+    "model__model_name_or_path": "black-forest-labs/FLUX.2-klein-base-4B",
+    "train__condition_image_size": 1024,
+}
+
+
+def test_the_size_and_the_folder_of_reference_images_are_named(factory):
+    text = factory(**KLEIN)[1]
+    assert "#   train.condition_image_size=1024" in text
+    assert "lie in dataset/signs/images/ there" in text
+    text = factory(**KLEIN, data__image_dir="photos")[1]
+    assert "lie in photos there" in text
+    assert "#   data.image_dir=photos" in text
+    text = factory(train__condition_image_size=1024)[1]  # SD3.5 takes none
+    assert "condition_image_size=1024" not in text
+    assert "images/" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, "#   eval.guidance_scale=3.5, Flow-Factory's default"),
+        ({"eval__guidance_scale": 4.5}, None),
+        ({"eval__guidance_scale": 1.0}, "#   eval.guidance_scale=1.0"),
+        ({"eval__seed": 42}, None),
+        ({"eval__seed": 7}, "#   eval.seed=7"),
+        ({"train__time_shift": 3.0}, "#   train.time_shift=3.0"),
+        ({"data__prefix": "a photo of "}, "#   data.prefix=a photo of "),
+        ({"model__use_dora": True}, "#   model.use_dora=True"),
+        ({"log__unheard_of": 0}, "#   log.unheard_of=0"),
+    ],
+)
+def test_what_may_change_training_or_evaluations_is_named(factory, changes, line):
+    changes = {"eval__guidance_scale": 4.5, **changes} if changes else changes
+    text = factory(**changes)[1]
+    listed = [entry for entry in text.splitlines() if entry.startswith("#   ")]
+    names = [key.replace("__", ".") for key in changes if changes[key] != 4.5 or line] or [
+        "eval.guidance_scale"
+    ]
+    if line is None:
+        assert not any(name in entry for name in names for entry in listed)
+    else:
+        assert line.rstrip() in listed

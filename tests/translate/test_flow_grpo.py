@@ -161,3 +161,22 @@ def test_a_file_of_another_trainer_is_refused_by_the_keys_that_it_lacks(tmp_path
         ConfigError, match=r"^it is no configuration of flow_grpo, which would hold resolution, .*, \.\.\. \("
     ):
         translate(str(path), gpus=8)
+
+
+@pytest.mark.filterwarnings("ignore:no line of the recipe follows")
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("train.clip_range_lt=0.0001", False),  # as clip_range
+        ("train.clip_range_gt=0.001", True),
+        ("sample.eval_guidance_scale=4.5", False),
+        ("sample.eval_guidance_scale=1.0", True),
+        ("sample.test_batch_size=16", False),
+        ("sample.unheard_of=0", True),
+        ("train.unheard_of=0.5", True),
+        ("resume_from=logs/run", True),
+        ("allow_tf32=True", True),
+    ],
+)
+def test_what_may_change_training_or_evaluations_is_named(grpo, override, named):
+    assert (f"#   {override}\n" in translate(grpo, [override], gpus=4)) == named

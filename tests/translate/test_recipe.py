@@ -67,10 +67,10 @@ def test_every_key_stands_in_a_comment():
     assert "# not carried over (no such thing):\n#   x=1\n" in text
     assert "# not carried over (unknown to flowcorr translate):\n#   key0=1\n" in text
     assert "#   key39=1\n" in text
-    assert "rewards here: 3 keys\n# (a.b 2, top level 1; --all lists them)\n" in text
+    assert "evaluations here: 3 keys\n# (a.b 2, top level 1; --all lists them)\n" in text
     assert "# differs in any case:\n#   the std, " in text
     assert text.endswith("at last\n")
-    assert "rewards here:\n#   a.b.c=1\n#   a.b.d=2\n#   e=3\n" in text_of({}, all_keys=True, **parts)
+    assert "evaluations here:\n#   a.b.c=1\n#   a.b.d=2\n#   e=3\n" in text_of({}, all_keys=True, **parts)
 
 
 def test_a_long_value_is_cut_and_a_secret_is_not_written():

@@ -68,9 +68,38 @@ def test_a_line_says_where_its_value_is_from():
 
 @pytest.mark.parametrize("value", [None, False, 0, 0.0, "", [], {}])
 def test_what_is_neutral_is_only_counted(value):
+    """False and 0 may be settings of a key that is not known; what is empty is not set."""
     given = {"optim": {"eps": 1e-8, "other": value, "_target_": "a.B"}, "unheard_of": value}
     found = translate_values({**given, "workers": {"number": 3}}, table())
-    assert (found.left, len(found.without_effect)) == ({}, 4)
+    is_set = value is not None and value in (False, 0)
+    assert (len(found.left), len(found.without_effect)) == (is_set, 4 - is_set)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"eval": {"scale": 3.0}, "train": {"scale": 3.0}}, []),
+        ({"eval": {"scale": 3.0}, "train": {"scale": 2.0}}, ["eval.scale=3.0"]),
+        ({"eval": {"scale": 3.5}}, ["eval.scale=3.5"]),
+        ({"eval": {"scale": 2.0, "seed": 1}}, ["eval.seed=1"]),  # that of train is not set
+        ({"train": {"scale": 3.0}}, []),
+        ({"train": {"scale": 2.0}}, ["eval.scale=3.0, other's default"]),
+    ],
+)
+def test_a_value_like_the_one_that_counts_changes_nothing(given, named):
+    rules = (Left("eval.scale", "as in training", like="train.scale"), Left("eval.*", "why", like="train.*"))
+    absent = {"optim.lr": 1e-3, "group": 16, "eval.scale": 3.0, "train.scale": 2.0}
+    found = translate_values(given, table(left=rules, absent=absent, apart=("train.*",)))
+    assert [entry for entries in found.left.values() for entry in entries] == named
+
+
+def test_a_rule_may_depend_on_other_keys():
+    rules = (Left("judge.*", "why", when=lambda get: get.plain("judged")),)
+    for judged in (False, True):
+        found = translate_values(
+            {"judge": {"heat": 1.0}, "judged": judged}, table(left=rules, apart=("judged",))
+        )
+        assert ("judge.heat=1.0" in found.left.get("why", ())) == judged
 
 
 @pytest.mark.parametrize(("value", "named"), [(True, False), (None, False), (False, True), (0.5, True)])
