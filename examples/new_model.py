@@ -1,12 +1,15 @@
 """A model family of your own, its vllm-omni engine included: LongCat-Image, which flowcorr does not know.
 
-    python examples/new_model.py meituan-longcat/LongCat-Image      # is the adapter right?
+    python examples/new_model.py meituan-longcat/LongCat-Image      # is the adapter right? flowcorr doctor asks, too
     PYTHONPATH=examples flowcorr train RECIPE model.path=meituan-longcat/LongCat-Image \
         model.family=new_model:LongCatImage rollout.name=vllm_omni
 
 An adapter says what its pipeline does between the prompt and the velocity, and nothing about training. Read the
-pipeline's `__call__` from top to bottom and put each part into its method; `check` then compares the two. Here latents
-are packed, as in FLUX; `flowcorr/models/z_image.py` is a family with spatial ones.
+pipeline's `__call__` from top to bottom and put each part into its method; `compare_with_pipeline` then names the part
+that differs. Here latents are packed, as in FLUX; `flowcorr/models/z_image.py` is a family with spatial ones.
+
+In vllm-omni, `predict`, `guide` and `decode` run without the pipeline: there `self.pipeline` has a `vae` and a
+`transformer` with its `config`, and nothing else.
 """
 
 import argparse
@@ -15,15 +18,13 @@ import torch
 
 from flowcorr.config import ModelConfig
 from flowcorr.config.layers import JOINT_ATTENTION
-from flowcorr.models import Guidance, load_family
+from flowcorr.models import AdapterCheck, compare_with_pipeline, load_family
 from flowcorr.models.base import (
     InVllmOmni,
     decode_scaled,
     positions,
 )
 from flowcorr.models.packed import PackedFamily
-from flowcorr.records import Prompt
-from flowcorr.rollout import sample_ode
 
 
 class LongCatImage(PackedFamily):
@@ -39,6 +40,10 @@ class LongCatImage(PackedFamily):
         layer_suffix=(".to_out.0", ".to_out"),
         quantizes=False,
     )
+
+    def call_arguments(self, prompt, guidance):
+        # How the pipeline's own call draws the same image, for the comparison.
+        return super().call_arguments(prompt, guidance) | {"enable_prompt_rewrite": False}
 
     @torch.no_grad()
     def embed(self, prompts, guidance):
@@ -79,31 +84,10 @@ class LongCatImage(PackedFamily):
         return decode_scaled(self.pipeline.vae, self.unpack(latents))
 
 
-def check(path: str, *, height: int | None = None, width: int | None = None) -> float:
-    """Largest difference between flowcorr's sampler and the pipeline's own call, from the same noise."""
+def check(path: str, *, height: int | None = None, width: int | None = None) -> AdapterCheck:
+    """The comparison of the adapter with its pipeline's own call, with guidance and without."""
     family = load_family(ModelConfig(path=path, family=f"{__name__}:LongCatImage"))
-    guidance = Guidance(guidance_scale=4.5, negative_prompt="a blurry photo")
-    shape = family.latent_shape(height, width)
-    noise = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
-    prompts = ["a cat", "two dogs on a sofa"]
-    conditioning = family.encode([Prompt(text=text) for text in prompts], guidance)
-    ours = sample_ode(
-        lambda latents, t: family.velocity(family.transformer, latents, t, conditioning, guidance),
-        noise,
-        family.schedule(4, shape),
-    )
-    theirs = family.pipeline(
-        prompts,
-        negative_prompt=[guidance.negative_prompt] * 2,
-        guidance_scale=guidance.guidance_scale,
-        height=height,
-        width=width,
-        num_inference_steps=4,
-        latents=noise.flatten(1, 2),
-        enable_prompt_rewrite=False,
-        output_type="latent",
-    ).images
-    return (ours.flatten(1, 2) - theirs).abs().max().item()
+    return compare_with_pipeline(family, height=height, width=width)
 
 
 if __name__ == "__main__":
@@ -111,4 +95,6 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("path")
-    print(f"largest difference from the pipeline: {check(parser.parse_args().path):.2g}")
+    result = check(parser.parse_args().path)
+    print(*(difference.sentence for difference in result.differences), sep="\n")
+    print(f"largest difference of velocities from the pipeline's: {result.velocity_gap:.2g}")

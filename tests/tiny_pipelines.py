@@ -270,7 +270,7 @@ def build_tiny_ovis_image(path, dtype: torch.dtype = torch.float32, seed: int = 
 
 
 def build_tiny_longcat_image(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """LongCat-Image, the family that `examples/new_model.py` adds."""
+    """LongCat-Image, the family that `examples/new_model.py` adds; its pipeline draws noise of 16 channels."""
     from diffusers import (
         FlowMatchEulerDiscreteScheduler,
         LongCatImagePipeline,
@@ -281,7 +281,7 @@ def build_tiny_longcat_image(path, dtype: torch.dtype = torch.float32, seed: int
         torch.manual_seed(seed)
         transformer = LongCatImageTransformer2DModel(
             patch_size=1,
-            in_channels=16,
+            in_channels=64,
             num_layers=1,
             num_single_layers=1,
             attention_head_dim=16,
@@ -293,7 +293,7 @@ def build_tiny_longcat_image(path, dtype: torch.dtype = torch.float32, seed: int
         tokenizer = qwen_tokenizer()
         pipeline = LongCatImagePipeline(
             transformer=transformer,
-            vae=_vae(),
+            vae=_vae(latent_channels=16),
             scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
             text_encoder=_qwen_text_encoder(len(tokenizer)),
             tokenizer=tokenizer,
@@ -555,10 +555,10 @@ _VAE = {
 }
 
 
-def _vae():
+def _vae(**changes):
     from diffusers import AutoencoderKL
 
-    return AutoencoderKL(**_VAE, scaling_factor=0.3611, shift_factor=0.1159)
+    return AutoencoderKL(**_VAE | changes, scaling_factor=0.3611, shift_factor=0.1159)
 
 
 def _wan_pipeline(seed: int, *, channels: int, expand_timesteps: bool = False, **vae):

@@ -95,8 +95,8 @@ def explain(arguments: argparse.Namespace) -> int:
     Explain what the tools print: a metric, a configuration key, a preset, a check or cause of the doctor, a leg of a
     replay, a finding, a rejection mode, or a word such as ESS, joint nats, clip range or bypass. Each with its unit,
     when to worry, and what to do then. A name with spaces needs quotes. A class or function that code of your own fills
-    in, such as Loss or Engine, is listed with its fields. A metric of your own is named as in trainer.metrics, and its
-    module is imported.
+    in, such as Loss or Engine, is listed with its fields. A metric, mode or other code of your own is named after its
+    module, which is imported; a metric also by the name that tools print.
 
     Examples:
       flowcorr explain k3_kl clip_noise_fraction
@@ -105,7 +105,7 @@ def explain(arguments: argparse.Namespace) -> int:
       flowcorr explain actor.clip_ratio
       flowcorr explain decoupled_seq_is
       flowcorr explain gap clipped            as flowcorr train prints them after each step
-      flowcorr explain my_rows:GAP_OF_FACES   a metric of your own
+      flowcorr explain my_rows:GAP_OF_FACES   a metric of your own, or my_rows:NAME as a tool prints it
       flowcorr explain --all > all.md         every name, as Markdown tables to search in
     """
     from flowcorr.instruments.reference.explain import explanation

@@ -10,15 +10,22 @@ import torch
 from torch import Tensor
 
 from flowcorr.correction import describe
-from flowcorr.correction.bounds import Criterion, parse_criteria, parse_veto, parse_weights, scale_factor
+from flowcorr.correction.bounds import (
+    SECTION,
+    Criterion,
+    parse_criteria,
+    parse_veto,
+    parse_weights,
+    scale_factor,
+)
 from flowcorr.correction.earlier import Units, judged_by
 from flowcorr.correction.ratios import LogRatios, log_ratios, one_sample
 from flowcorr.correction.rejection import measured_bounds
 from flowcorr.correction.robust import Noise, robust_z
 from flowcorr.correction.weights import band_of, batch_mean, capped, raw_weights
 from flowcorr.distributed import Group, gather, gather_rows, world_size
-from flowcorr.errors import BatchError
-from flowcorr.metrics import Metrics
+from flowcorr.errors import BatchError, ConfigError
+from flowcorr.metrics import Metrics, Over
 from flowcorr.records import check_shape, check_tensor
 
 
@@ -144,10 +151,8 @@ def compute_rollout_correction_and_rejection_mask(
         floor = ratios.floor(num_elements)
         ratios, criteria = _measured(ratios, criteria, floor, scale, step_indices, num_steps, group)
     for criterion in criteria:
-        judged = ratios.terms if criterion.mode.level == "step" else ratios.samples
-        value = torch.where(
-            judged.where, criterion.mode.value(ratios), 0.0
-        )  # a user's mode may divide by zero
+        # A user's mode may divide by zero.
+        value = torch.where(_judged_terms(criterion, ratios).where, _value(criterion, ratios), 0.0)
         inside = (value >= criterion.lower) & (value <= criterion.upper)
         rejected = ratios.valid & ~(inside if criterion.mode.level == "step" else inside[:, None])
         keep = keep & ~rejected
@@ -236,7 +241,7 @@ def _measured(
     def measured(criterion: Criterion) -> Criterion:
         lower, upper = measured_bounds(
             criterion.mode,
-            criterion.mode.value(ratios),
+            _value(criterion, ratios),
             ratios.valid,
             rows=step_indices,
             num_rows=num_rows,
@@ -246,3 +251,24 @@ def _measured(
         return replace(criterion, lower=lower, upper=upper)
 
     return ratios, tuple(measured(criterion) if criterion.auto else criterion for criterion in criteria)
+
+
+def _judged_terms(criterion: Criterion, ratios: LogRatios) -> Over:
+    """The steps or the samples that a criterion judges."""
+    return ratios.terms if criterion.mode.level == "step" else ratios.samples
+
+
+def _value(criterion: Criterion, ratios: LogRatios) -> Tensor:
+    """The value of a criterion's mode, `[B, T]` of steps or `[B]` of samples.
+
+    Raises:
+        ConfigError: a mode of the user's own returned another shape.
+    """
+    where, value = _judged_terms(criterion, ratios).where, criterion.mode.value(ratios)
+    if isinstance(value, Tensor) and value.shape == where.shape:
+        return value
+    shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    raise ConfigError(
+        f"{SECTION}.rollout_rs={criterion.name!r}: its value is {shape} for {len(ratios.delta)} samples of "
+        f"{ratios.delta.shape[1]} steps; a mode of level {criterion.mode.level} returns a tensor {list(where.shape)}"
+    )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from flowcorr.correction.exponents import k3
+from flowcorr.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,12 +98,28 @@ class Mode:
         bounds: the kind of its threshold: `RATIO`, `ABSOLUTE`, `SQUARE`, `EXPONENTIAL`, `Z_SCORE`, or a `Bounds` of
             your own.
         needs: the field of `LogRatios` that `value` reads and that a batch may lack.
+
+    Raises:
+        ConfigError: a field is of another kind.
     """
 
     level: Literal["step", "sample"]
     value: Callable[[LogRatios], Tensor]
     bounds: Bounds
     needs: Literal["step_kl", "z"] | None = None
+
+    def __post_init__(self) -> None:
+        for field, kinds in (("level", ("step", "sample")), ("needs", ("step_kl", "z", None))):
+            if (given := getattr(self, field)) not in kinds:
+                choices = ", ".join(map(repr, kinds))
+                raise ConfigError(f"flowcorr.correction.Mode({field}={given!r}): choose from {choices}")
+        if not isinstance(self.bounds, Bounds):
+            raise ConfigError(
+                f"flowcorr.correction.Mode(bounds={self.bounds!r}): take RATIO, ABSOLUTE, SQUARE, EXPONENTIAL or "
+                "Z_SCORE of flowcorr.correction.modes; the threshold itself is rollout_rs_threshold"
+            )
+        if not callable(self.value):
+            raise ConfigError(f"flowcorr.correction.Mode(value={self.value!r}): name a function of LogRatios")
 
 
 def _k1(ratios: LogRatios) -> Tensor:

@@ -348,3 +348,11 @@ def _converted(
         return dict(convert(scaled)) if convert else scaled
     except _CONVERTER_ERRORS:
         return scaled  # its names are then found to be unknown
+
+
+def write_adapter(directory: str, lora_state: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
+    """Write an adapter for diffusers and peft, at its full strength."""
+    state, options = at_full_strength(lora_state, metadata)
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    write_for_diffusers(directory, state, options)
+    write_for_peft(directory, state, options)

@@ -6,7 +6,6 @@ import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -16,9 +15,10 @@ from flowcorr.config.families import check_frames
 from flowcorr.config.schema import SamplingConfig
 from flowcorr.devices import empty_cache
 from flowcorr.errors import ConfigError
-from flowcorr.models.adapter_files import at_full_strength, write_for_diffusers, write_for_peft
+from flowcorr.models.adapter_files import write_adapter
+from flowcorr.models.answers import check_conditioning, check_velocity
 from flowcorr.models.cuts import CutReport
-from flowcorr.models.negatives import negative_prompts
+from flowcorr.models.negatives import check_negative, negative_prompts, with_negative
 from flowcorr.models.overflow import check_finite
 from flowcorr.models.schedule import Schedule
 from flowcorr.records import Prompt
@@ -118,7 +118,9 @@ class ModelFamily(ABC):
     flowcorr take those that are needed before torch is imported from their row of `flowcorr.config.families`.
 
     Attributes:
-        pipeline: the diffusers pipeline; `transformer` is trained, all other components are frozen.
+        pipeline: the diffusers pipeline; `transformer` is trained, all other components are frozen. In an engine with
+            processes of its own, where `velocity` and `decode` run, it has `vae` and a `transformer` with its `config`
+            only, and `text_tokens` and `reference_size` have their defaults; see `flowcorr.models.in_engine`.
         dtype: dtype that the trained transformer computes with.
         text_offloaded: whether the text encoders wait in main memory, see `offload_text_encoders`.
         reference_size: height and width of the images that are drawn, as reference images are fitted to it; null for
@@ -215,6 +217,21 @@ class ModelFamily(ABC):
         """Height and width to whose proportions reference images are cut; None if they keep their own."""
         return None
 
+    @classmethod
+    def place(cls) -> str:
+        """The family's name; of a family of one's own, `package.module:Class`."""
+        own = not cls.__module__.startswith("flowcorr.models.")
+        return f"{cls.__module__}:{cls.__qualname__}" if own else cls.name
+
+    def call_arguments(self, prompt: Prompt, guidance: Guidance) -> dict[str, Any]:
+        """Arguments with which the pipeline's own call draws as the family does, beside size, steps and generator.
+
+        Overridden where the pipeline counts guidance differently, fits references to another size, or rewrites prompts.
+        """
+        scale = {self.guidance_key: getattr(guidance, self.guidance_key)}
+        negative = {"negative_prompt": guidance.negative_prompt} if self.needs_negative(guidance) else {}
+        return {"prompt": prompt.text, "max_sequence_length": self.text_tokens, **scale, **negative}
+
     @property
     def transformer(self) -> Any:
         return self.pipeline.transformer
@@ -275,25 +292,32 @@ class ModelFamily(ABC):
         return guidance
 
     def encode(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
+        """See `checked_embed`; logs prompts and negative prompts that the text encoders do not read to the end."""
+        if self.needs_negative(guidance):
+            self.cuts.add(negative_prompts(prompts, guidance))
+        self.cuts.add(prompts)
+        return self.checked_embed(prompts, guidance)
+
+    def checked_embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
         """Conditioning of the prompts, see `embed`, where each may have a negative prompt of its own.
 
-        Prompts and negative prompts that the text encoders do not read to the end are logged.
-
         Raises:
-            ConfigError: an embedding is not finite.
+            ConfigError: `embed` returned another number of rows, numbers that are not finite, or nothing for the
+                negative prompt of guidance.
         """
         needs_negative = self.needs_negative(guidance)
         places: dict[Guidance, list[int]] = {}
         for place, prompt in enumerate(prompts):
             places.setdefault(guidance.of_prompt(prompt) if needs_negative else guidance, []).append(place)
-        if needs_negative:
-            self.cuts.add(negative_prompts(prompts, guidance))
-        self.cuts.add(prompts)
         parts = []
         for shared, own in places.items():
             asked = [prompts[place] for place in own]
             parts.append(self.embed(asked, shared))
+            check_conditioning(parts[-1], self.place(), len(own))
             check_finite(self, asked, shared, parts[-1])
+        scale = getattr(guidance, self.guidance_key)
+        if scale > 1 and not self.distills_guidance:
+            check_negative(parts[0], self.place(), f"{self.guidance_key}={scale:g}", self.encodes_negative)
         if len(parts) == 1:
             return parts[0]
         order = torch.tensor([place for own in places.values() for place in own]).argsort()
@@ -363,13 +387,19 @@ class ModelFamily(ABC):
         """Velocity `[B, *L]` float32 at `latents` `[B, *L]` and `timesteps` `[B]`, under guidance.
 
         Above a scale of 1, and where there is a negative prompt, both sides of guidance are one batch of `2 B`.
+
+        Raises:
+            ConfigError: `predict` or `guide` returned another shape.
         """
         scale = getattr(guidance, self.guidance_key)
         if scale <= 1 or not any(name.startswith("negative_") for name in conditioning):
-            return self.predict(transformer, latents, timesteps, conditioning, guidance)
+            single = self.predict(transformer, latents, timesteps, conditioning, guidance)
+            return check_velocity(single, latents, self.place(), "predict")
         both = with_negative(latents, timesteps, conditioning)
-        negative, positive = self.predict(transformer, *both, guidance).chunk(2)
-        return self.guide(negative, positive, scale)
+        halves = check_velocity(self.predict(transformer, *both, guidance), both[0], self.place(), "predict")
+        negative, positive = halves.chunk(2)
+        guided = self.guide(negative, positive, scale)
+        return check_velocity(guided, latents, self.place(), "guide")
 
     @abstractmethod
     def predict(
@@ -397,28 +427,7 @@ class ModelFamily(ABC):
         self, directory: str, lora_state: Mapping[str, Tensor], metadata: Mapping[str, Any]
     ) -> None:
         """Write an adapter for diffusers and peft, at its full strength; see `trainer/model_card.py`."""
-        state, options = at_full_strength(lora_state, metadata)
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        write_for_diffusers(directory, state, options)
-        write_for_peft(directory, state, options)
-
-
-def with_negative(
-    latents: Tensor, timesteps: Tensor, conditioning: Mapping[str, Tensor]
-) -> tuple[Tensor, Tensor, Conditioning]:
-    """A batch of twice as many samples: all of them under the negative prompt, then all under their own prompts.
-
-    Args:
-        latents: `[B, *L]`.
-        timesteps: `[B]`.
-        conditioning: `{name: [B, ...]}`; both sides share a tensor that has no `negative_` one beside it, such as
-            reference images.
-    """
-    prompts = {name: rows for name, rows in conditioning.items() if not name.startswith("negative_")}
-    both = {
-        name: torch.cat([conditioning.get(f"negative_{name}", rows), rows]) for name, rows in prompts.items()
-    }
-    return torch.cat([latents, latents]), torch.cat([timesteps, timesteps]), both
+        write_adapter(directory, lora_state, metadata)
 
 
 def decode_scaled(vae: Any, latents: Tensor) -> Tensor:

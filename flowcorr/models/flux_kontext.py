@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,11 @@ class FluxKontext(Flux):
     vllm_omni = InVllmOmni(
         transformer="vllm_omni.diffusion.models.flux.flux_transformer:FluxKontextTransformer2DModel"
     )
+
+    def call_arguments(self, prompt: Prompt, guidance: Guidance) -> dict[str, Any]:
+        height, width = self.image_size(*self.reference_size)
+        own = {"_auto_resize": False, "max_area": height * width}
+        return super().call_arguments(prompt, guidance) | own
 
     def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
         return super().embed(prompts, guidance) | self.encode_references(prompts)

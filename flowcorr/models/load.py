@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import logging
 import warnings
@@ -13,12 +14,12 @@ from typing import Any
 import torch
 
 from flowcorr import hub
-from flowcorr.config.families import GUIDE, PIPELINES, find_family
+from flowcorr.config.families import GUIDANCE_KEYS, GUIDE, PIPELINES, find_family
 from flowcorr.config.schema import ModelConfig
 from flowcorr.devices import keep_float32
 from flowcorr.errors import ConfigError, one_sentence, unknown_choice
 from flowcorr.imports import import_target
-from flowcorr.models.base import ModelFamily
+from flowcorr.models.base import InVllmOmni, ModelFamily
 from flowcorr.models.paths import EMBEDDED, resolve_path
 from flowcorr.models.quantized import quantize_blocks
 from flowcorr.models.step_rule import check_step_rule
@@ -43,13 +44,59 @@ def resolve_family(name: str) -> type[ModelFamily]:
     """The family called `name`, or the class at `package.module:Class`.
 
     Raises:
-        ConfigError: the name is unknown, or the path leads to no `ModelFamily`.
+        ConfigError: the name is unknown, or the path leads to no `ModelFamily`, or to one that is not complete.
     """
     path = name if ":" in name else find_family(name).adapter
     family = import_target("model.family", path, "a ModelFamily")
     if not (isinstance(family, type) and issubclass(family, ModelFamily)):
         raise ConfigError(f"model.family={name!r} is not a ModelFamily; {GUIDE}")
+    if ":" in name:
+        _check_family(family, name)
     return family
+
+
+def _check_family(family: type[ModelFamily], name: str) -> None:
+    """Check that a family of the user's own states and implements all that it has to.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    stated = [fact for fact in ("name", "pipeline_class", "lora_targets") if not hasattr(family, fact)]
+    methods = [f"{method}()" for method in sorted(family.__abstractmethods__)]
+    if stated or methods:
+        raise ConfigError(
+            f"model.family={name!r}: the class lacks {', '.join((*stated, *methods))}; "
+            f"`flowcorr explain ModelFamily` says what each is, and {GUIDE}"
+        )
+    kinds = {
+        "name": (str, "text"),
+        "pipeline_class": (str, "the name of a class of diffusers, as text"),
+        "lora_targets": (tuple, "a tuple of ends of layers' names"),
+        "num_references": (tuple, "the fewest and the most reference images"),
+        "vllm_omni": (InVllmOmni | None, "a flowcorr.models.base.InVllmOmni, or None"),
+    }
+    for fact, (kind, meaning) in kinds.items():
+        if not isinstance(value := getattr(family, fact), kind):
+            raise ConfigError(f"model.family={name!r}: {fact}={value!r} has to be {meaning}")
+    if family.guidance_key not in GUIDANCE_KEYS:
+        message = unknown_choice("guidance_key", family.guidance_key, GUIDANCE_KEYS)
+        raise ConfigError(f"model.family={name!r}: {message}")
+
+
+def _pipeline_class(family: type[ModelFamily]) -> Any:
+    """The class of diffusers that a family names."""
+    import diffusers
+
+    try:
+        return getattr(diffusers, family.pipeline_class)
+    except AttributeError:
+        names = [name for name in dir(diffusers) if name.endswith("Pipeline")]
+        near = difflib.get_close_matches(family.pipeline_class, names, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(
+            f"model.family={family.place()}: pipeline_class={family.pipeline_class!r} is no class of diffusers "
+            f"{diffusers.__version__}{hint}"
+        ) from None
 
 
 def load_family(
@@ -105,9 +152,18 @@ def load_family(
         if isinstance(component, torch.nn.Module):
             component.to("cpu" if name in on_host else device)
             component.requires_grad_(False).eval()
-    family = chosen(
-        pipeline, dtype=dtype, max_sequence_length=model.max_sequence_length, reference_size=reference_size
-    )
+    try:
+        family = chosen(
+            pipeline,
+            dtype=dtype,
+            max_sequence_length=model.max_sequence_length,
+            reference_size=reference_size,
+        )
+    except TypeError as error:
+        raise ConfigError(
+            f"model.family={chosen.place()}: {chosen.__name__}(pipeline, dtype=..., max_sequence_length=..., "
+            f"reference_size=...) fails: {one_sentence(error)}; an __init__ of its own takes and passes on **options"
+        ) from error
     if text_encoders:
         _check_template(family, path)
     if offloads:
@@ -131,9 +187,9 @@ def _read_pipeline(
         dtype: the dtype of its weights.
         encoders: the classes in transformers of its text encoders; None for one that is left out.
     """
-    import diffusers
     from safetensors import SafetensorError
 
+    kind = _pipeline_class(family)
     options = {"use_safetensors": True, "local_files_only": hub.only_cached(location)}
     try:
         with quiet_loaders():
@@ -141,9 +197,7 @@ def _read_pipeline(
                 name: class_name and _text_encoder(location, path, name, class_name, dtype=dtype, **options)
                 for name, class_name in encoders.items()
             }
-            pipeline = getattr(diffusers, family.pipeline_class).from_pretrained(
-                location, torch_dtype=dtype, **options, **loaded
-            )
+            pipeline = kind.from_pretrained(location, torch_dtype=dtype, **options, **loaded)
     except ConfigError:
         raise
     except (OSError, ValueError, ImportError, AttributeError, TypeError, SafetensorError) as error:

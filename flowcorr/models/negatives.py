@@ -1,4 +1,4 @@
-"""Negative prompts of a run and of its prompts.
+"""Negative prompts of a run and of its prompts, and the half of a batch that is computed under them.
 
 A `guidance` is a `Guidance` and a `family` a subclass of `ModelFamily`, whose module imports this one.
 """
@@ -6,9 +6,13 @@ A `guidance` is a `Guidance` and a `family` a subclass of `ModelFamily`, whose m
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from flowcorr.errors import ConfigError
 from flowcorr.records import Prompt
 
 
@@ -45,3 +49,49 @@ def check_negative_prompts(family: Any, prompts: Sequence[Prompt], guidance: Any
         key = family.guidance_key
         reason = f"guidance is off at sampling.{key}={getattr(guidance, key):g}; set it above 1"
     warnings.warn(f"{subject} has no effect: {reason}", UserWarning, stacklevel=1)  # one place: shown once
+
+
+def with_negative(
+    latents: Tensor, timesteps: Tensor, conditioning: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """A batch of twice as many samples: all of them under the negative prompt, then all under their own prompts.
+
+    Args:
+        latents: `[B, *L]`.
+        timesteps: `[B]`.
+        conditioning: `{name: [B, ...]}`; both sides share a tensor that has no `negative_` one beside it, such as
+            reference images.
+    """
+    prompts = {name: rows for name, rows in conditioning.items() if not name.startswith("negative_")}
+    both = {
+        name: torch.cat([conditioning.get(f"negative_{name}", rows), rows]) for name, rows in prompts.items()
+    }
+    return torch.cat([latents, latents]), torch.cat([timesteps, timesteps]), both
+
+
+def check_negative(
+    conditioning: Mapping[str, Tensor], place: str, scale: str, encodes_negative: bool
+) -> None:
+    """Check that the conditioning of a guided model has a negative side.
+
+    Args:
+        conditioning: what `embed` returned.
+        place: of the family, see `ModelFamily.place`.
+        scale: the key of `sampling` that turns guidance on, and its value.
+        encodes_negative: see `ModelFamily`.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if any(name.startswith("negative_") for name in conditioning):
+        return
+    remedy = (
+        f"return those of sampling.negative_prompt, too, as negative_NAME for each NAME of {', '.join(conditioning)}"
+        if encodes_negative
+        else "set it to 1, or, if the transformer takes the scale as an input, return True from the family's "
+        "distills_guidance"
+    )
+    raise ConfigError(
+        f"model.family={place}: sampling.{scale} would have no effect, since embed returned no tensors of the negative "
+        f"prompt; {remedy}"
+    )

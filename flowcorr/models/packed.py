@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from flowcorr.models.base import Conditioning, ModelFamily
+from flowcorr.models.base import Conditioning, Guidance, ModelFamily
 from flowcorr.models.schedule import Schedule, linear_schedule
 from flowcorr.models.sizes import check_size
 from flowcorr.records import Prompt
@@ -51,6 +51,13 @@ class PackedFamily(ModelFamily):
     def in_dtype(self, schedule: Schedule, dtype: torch.dtype) -> Schedule:
         timesteps = torch.tensor(schedule.timesteps, dtype=torch.float64) / 1000
         return replace(schedule, timesteps=tuple((timesteps.to(dtype) * 1000).tolist()))
+
+    def call_arguments(self, prompt: Prompt, guidance: Guidance) -> dict[str, Any]:
+        arguments = super().call_arguments(prompt, guidance)
+        if prompt.images:
+            images = self.fitted_references(prompt)
+            arguments["image"] = images if len(images) > 1 else images[0]
+        return arguments
 
     @torch.no_grad()
     def encode_references(self, prompts: Sequence[Prompt]) -> Conditioning:

@@ -50,6 +50,11 @@ class QwenImageEdit(QwenImage):
         width, height = _dimensions(_AREA, latent_shape[1] / latent_shape[0])
         return {"references": (count, height // factor, width // factor, latent_shape[-1])} if count else {}
 
+    def call_arguments(self, prompt: Prompt, guidance: Guidance) -> dict[str, Any]:
+        arguments = super().call_arguments(prompt, guidance)
+        del arguments["max_sequence_length"]  # the pipeline counts the images' tokens, too
+        return arguments
+
     def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
         rows = [self._embed(prompt.text, prompt) for prompt in prompts]
         conditioning = {

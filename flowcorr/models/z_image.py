@@ -90,6 +90,10 @@ class ZImage(ModelFamily):
             [message], tokenize=False, add_generation_prompt=True, enable_thinking=True
         )
 
+    def call_arguments(self, prompt: Prompt, guidance: Guidance) -> dict[str, Any]:
+        scale = {"guidance_scale": guidance.guidance_scale - 1}
+        return super().call_arguments(prompt, guidance) | scale
+
     def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
         conditioning = self._encode([prompt.text for prompt in prompts])
         if guidance.guidance_scale > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,8 +12,9 @@ from flowcorr import distributed
 from flowcorr.algorithm.by_worker import by_worker
 from flowcorr.algorithm.terms import batch_terms
 from flowcorr.config.schema import Config
+from flowcorr.errors import ConfigError
 from flowcorr.imports import import_target
-from flowcorr.metrics import Metrics, Over, maximum, mean, total
+from flowcorr.metrics import Metrics, Over, Stat, maximum, mean, total
 from flowcorr.records import ActorBatch, Scores, Terms
 from flowcorr.rewards import RewardOutput
 from flowcorr.rollout.precision import usual_gap
@@ -90,9 +92,23 @@ def own_metrics(config: Config, parts: Sequence[Terms]) -> Metrics:
     rows = [import_target("trainer.metrics", path, "a row of metrics") for path in config.trainer.metrics]
     return Metrics.merged(
         Metrics.from_stats(
-            {row.name: row.measure(terms.windows()) for row in rows if row.measure is not None}
+            {
+                row.name: _measured(path, row.measure(terms.windows()))
+                for path, row in zip(config.trainer.metrics, rows, strict=True)
+                if row.measure is not None
+            }
         )
         for terms in parts
+    )
+
+
+def _measured(path: str, value: Any) -> Stat:
+    """The stat that a metric of one's own measured."""
+    if isinstance(value, Stat):
+        return value
+    raise ConfigError(
+        f"trainer.metrics={path!r}: its measure returned a {type(value).__name__}; return a stat of flowcorr.metrics, "
+        "such as mean(values.sum(), count), which merges over parts and ranks"
     )
 
 

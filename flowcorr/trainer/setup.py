@@ -19,7 +19,7 @@ from flowcorr.config.schema import Config
 from flowcorr.config.task import RewardTerm
 from flowcorr.data import PromptSet, PromptStream, load_prompts, prompts_digest
 from flowcorr.errors import ConfigError, unknown_choice
-from flowcorr.models import Guidance, ModelFamily, load_family
+from flowcorr.models import CannotCompare, Guidance, ModelFamily, compare_as_sampled, load_family
 from flowcorr.models.negatives import check_negative_prompts
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Prompt
@@ -125,6 +125,9 @@ def build_run(config: Config, *, on_event: OnEvent = ignore_event) -> tuple[Trai
         config: the run's configuration.
         on_event: gets a record of each event that concerns workers and samples.
 
+    Warns:
+        UserWarning: a family of the user's own does not draw as its pipeline does.
+
     Raises:
         ConfigError: something in `config` cannot work.
         MissingExtraError: an extra that the engine or a reward needs is not installed.
@@ -147,6 +150,8 @@ def build_run(config: Config, *, on_event: OnEvent = ignore_event) -> tuple[Trai
             if gold is not None:
                 _say_cuts(gold, prompts.heldout)
             family = load_model(config)
+        if ":" in config.model.family and not shards_weights(config):
+            _check_adapter(config, family, prompts.train)
         _log_frames(config, family, on_event)
         family.cuts.add((*prompts.train, *prompts.heldout))
         stacks = build_stacks(config, family, (*prompts.train, *prompts.heldout), on_event=on_event)
@@ -163,6 +168,26 @@ def build_run(config: Config, *, on_event: OnEvent = ignore_event) -> tuple[Trai
         on_event=on_event,
     )
     return run, prompts
+
+
+def _check_adapter(config: Config, family: ModelFamily, prompts: Sequence[Prompt]) -> None:
+    """Compare a family of the user's own with its pipeline.
+
+    Warns:
+        UserWarning: it differs.
+    """
+    try:
+        result = compare_as_sampled(family, prompts[:2], config.sampling)
+    except CannotCompare as error:
+        logger.info("model.family=%s was not compared with its pipeline: %s", family.place(), error)
+        return
+    for difference in result.differences:
+        warnings.warn(
+            f"model.family={family.place()} differs from its pipeline's own call in {difference.sentence}; mend it, or "
+            "train what others will not see when they load the model",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _check_worker_gpus(config: Config) -> None:

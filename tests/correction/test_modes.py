@@ -74,3 +74,33 @@ LATER_STEPS = Mode(
     level="sample", value=lambda ratios: ratios.scaled.sum(1) - ratios.scaled[:, 0], bounds=ABSOLUTE
 )
 NO_MODE = ["token_k1"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"level": "token"}, r"level='token'\): choose from 'step', 'sample'"),
+        ({"needs": "kl"}, r"needs='kl'\): choose from 'step_kl', 'z', None"),
+        ({"bounds": (0.5, 2.0)}, r"bounds=\(0\.5, 2\.0\)\): take RATIO.*rollout_rs_threshold"),
+        ({"value": 3}, "value=3.*a function of LogRatios"),
+    ],
+)
+def test_a_field_of_another_kind_is_refused_where_the_mode_is_written(fields, message):
+    given = {"level": "step", "value": lambda ratios: ratios.delta, "bounds": SQUARE}
+    with pytest.raises(ConfigError, match=rf"Mode\({message}"):
+        Mode(**given | fields)
+
+
+OF_STEPS_FOR_SAMPLES = Mode(level="sample", value=lambda ratios: ratios.scaled.abs(), bounds=ABSOLUTE)
+A_NUMBER = Mode(level="step", value=lambda ratios: 1.0, bounds=ABSOLUTE)
+
+
+@pytest.mark.parametrize("threshold", [0.5, "auto"])
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [("OF_STEPS_FOR_SAMPLES", r"is \[9, 2\] for 9 .*\[9\]"), ("A_NUMBER", r"is float .*\[9, 2\]")],
+)
+def test_a_value_of_another_shape_names_the_mode(name, shapes, threshold):
+    delta = torch.zeros(9, 2)
+    with pytest.raises(ConfigError, match=rf"rollout_rs='{name}': its value {shapes}"):
+        correct(delta, delta, rollout_rs=f"{__name__}:{name}", rollout_rs_threshold=threshold)

@@ -38,7 +38,10 @@ def example(monkeypatch):
 
 
 def test_the_check_agrees_with_the_pipeline(example, path):
-    assert example.check(path, height=HEIGHT, width=WIDTH) < 1e-4
+    result = example.check(path, height=HEIGHT, width=WIDTH)
+    assert result.differences == ()
+    assert result.guided
+    assert result.velocity_gap < 1e-4
 
 
 def test_the_check_finds_a_mistake(example, path, monkeypatch):
@@ -46,7 +49,8 @@ def test_the_check_finds_a_mistake(example, path, monkeypatch):
     monkeypatch.setattr(
         example.LongCatImage, "schedule", lambda self, steps, shape: right(self, steps + 1, shape)
     )
-    assert example.check(path, height=HEIGHT, width=WIDTH) > 1e-2
+    parts = [difference.part for difference in example.check(path, height=HEIGHT, width=WIDTH).differences]
+    assert parts == ["schedule"]
 
 
 def test_decode_is_the_pipelines_own(example, path):

@@ -6,11 +6,8 @@ from torch import nn
 
 from flowcorr.errors import ConfigError
 from flowcorr.models import Guidance
-from flowcorr.models.base import (
-    positions,
-    repeated_blocks,
-    with_negative,
-)
+from flowcorr.models.base import positions, repeated_blocks
+from flowcorr.models.negatives import with_negative
 from flowcorr.models.sd3 import SD3
 from flowcorr.records import Prompt
 from flowcorr.references import Reference

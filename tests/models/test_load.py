@@ -11,7 +11,8 @@ from tiny_pipelines import PIPELINES, build_tiny_flux, build_tiny_qwen_image, bu
 
 from flowcorr.config import ModelConfig
 from flowcorr.errors import ConfigError
-from flowcorr.models import EMBEDDED, Guidance, load_family
+from flowcorr.models import EMBEDDED, Guidance, ModelFamily, load_family
+from flowcorr.models.sd3 import SD3
 from tests.prompts import prompts_of
 
 
@@ -237,3 +238,62 @@ def test_offloaded_text_encoders_wait_in_main_memory(monkeypatch):
         tensor for encoder in encoders_of(family) for tensor in (*encoder.parameters(), *encoder.buffers())
     ]
     assert {tensor.device.type for tensor in tensors} == {"cpu"}
+
+
+class Nameless(SD3):
+    """Its row of facts is incomplete."""
+
+    name: str
+    lora_targets = "attn.to_q"
+
+
+class Misspelt(SD3):
+    """The class of its pipeline has another name."""
+
+    pipeline_class = "StableDifusion3Pipeline"
+
+
+class Keyed(SD3):
+    """Guidance by a key that is none."""
+
+    guidance_key = "cfg_scale"
+
+
+class Closed(SD3):
+    """Its constructor takes nothing but the pipeline."""
+
+    def __init__(self, pipeline):
+        super().__init__(pipeline, dtype=torch.float32)
+
+
+class Unfinished(ModelFamily):
+    """Half of its methods are missing."""
+
+    name = "unfinished"
+
+    def embed(self, prompts, guidance):
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        (Nameless, r"lora_targets='attn\.to_q' has to be a tuple"),
+        (
+            Misspelt,
+            r"pipeline_class='StableDifusion3Pipeline' is no class of diffusers .*StableDiffusion3Pipeline",
+        ),
+        (Keyed, r"guidance_key='cfg_scale' is unknown.*choose from guidance_scale, true_cfg_scale"),
+        (Closed, r"Closed\(pipeline, dtype=.*fails: .*unexpected keyword argument.*\*\*options"),
+        (
+            Unfinished,
+            r"lacks pipeline_class, lora_targets, decode\(\), latent_shape\(\), predict\(\), schedule\(\); "
+            "`flowcorr explain ModelFamily`",
+        ),
+    ],
+)
+def test_a_family_of_ones_own_that_is_not_complete_is_named(family, message):
+    name = f"{__name__}:{family.__name__}"
+    with pytest.raises(ConfigError, match=rf"^model\.family='?{name}'?: .*{message}") as error:
+        load_family(ModelConfig(path="tiny_ocr", family=name))
+    assert "model.path" not in str(error.value)

@@ -15,6 +15,7 @@ from torch import Tensor
 from flowcorr.actor import DiffusionActor
 from flowcorr.config.schema import Config
 from flowcorr.instruments.doctor.trials import Fit, Trial, Trials
+from flowcorr.models import AdapterCheck
 from flowcorr.records import Prompt
 from flowcorr.rollout import RolloutEngine
 from flowcorr.rollout.precision import LARGEST_GAP, rounds_apart, usual_gap
@@ -45,6 +46,8 @@ class Exam:
     Attributes:
         prompts: those of `trials`, where they are known, with their reference images.
         answers: results that several checks ask for, by name.
+        adapter: the comparison of the family with its pipeline, or the reason why there is none; None where nobody
+            asked for it.
     """
 
     is_captured: ClassVar[bool] = False
@@ -54,6 +57,7 @@ class Exam:
     trials: Trials
     prompts: Sequence[Prompt] = ()
     answers: dict[str, Any] = field(default_factory=dict)
+    adapter: AdapterCheck | str | None = None
 
     @property
     def config(self) -> Config:

@@ -8,6 +8,7 @@ gap (`checks`); what is left is the noise floor.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,7 +34,14 @@ from flowcorr.instruments.doctor.trials import run_trials
 from flowcorr.instruments.finding import Finding, Report
 from flowcorr.instruments.page import as_json
 from flowcorr.instruments.thinning import spread_out
-from flowcorr.models import Conditioning, ModelFamily, load_family
+from flowcorr.models import (
+    AdapterCheck,
+    CannotCompare,
+    Conditioning,
+    ModelFamily,
+    compare_as_sampled,
+    load_family,
+)
 from flowcorr.records import Prompt, distinct
 from flowcorr.rollout import RolloutEngine
 from flowcorr.rollout.base import shards_weights
@@ -45,6 +53,7 @@ MAX_IMAGES = 4  # a prompt: enough for quantiles, and little to sample
 TURNED_OFF = "it was turned off"
 NO_MEMORY = "memory does not allow it"
 REPORT_FILE = "doctor.json"  # in the folder of a run
+RELEASED = "a run has released its text encoders by now; flowcorr doctor with the recipe has them"
 MAX_STEPS = 3  # training steps of a dump that are replayed
 
 
@@ -55,6 +64,7 @@ def examine(
     *,
     prompts: Sequence[Prompt] = (),
     float32: bool | None = None,
+    adapter: AdapterCheck | str | None = None,
 ) -> Report:
     """Compare both stacks on a few prompts, then restore the weights of both.
 
@@ -67,12 +77,13 @@ def examine(
         conditioning: the actor's embeddings, one row a prompt. With one row, the check `batch_shape` is skipped.
         prompts: those of `conditioning`: what is wrong with reference images is told from the images themselves.
         float32: whether float32 comes first; by default, if memory allows.
+        adapter: see `Exam`.
 
     Raises:
         BackendError: the engine fails, or returns no step means.
     """
     if precision.float32_config(actor.config) == actor.config:
-        return _examine(actor, engine, conditioning, prompts=prompts)
+        return _examine(actor, engine, conditioning, prompts=prompts, adapter=adapter)
     if not isinstance(engine, precision.ComputesInFloat32):
         first: Report | str = "this engine keeps the precision it was started with; see `flowcorr doctor`"
     elif float32 is False:
@@ -81,9 +92,13 @@ def examine(
         first = NO_MEMORY
     else:
         with precision.both_in_float32(actor, engine):
-            first = _examine(actor, engine, precision.in_float32(conditioning), prompts=prompts)
+            exact = precision.in_float32(conditioning)
+            first = _examine(actor, engine, exact, prompts=prompts, adapter=adapter)
     return _after(
-        first, actor.config, actor.family, lambda: _examine(actor, engine, conditioning, prompts=prompts)
+        first,
+        actor.config,
+        actor.family,
+        lambda: _examine(actor, engine, conditioning, prompts=prompts, adapter=adapter),
     )
 
 
@@ -149,11 +164,16 @@ def _changes_precision(config: Config) -> bool:
 
 
 def _examine(
-    actor: DiffusionActor, engine: RolloutEngine, conditioning: Conditioning, *, prompts: Sequence[Prompt]
+    actor: DiffusionActor,
+    engine: RolloutEngine,
+    conditioning: Conditioning,
+    *,
+    prompts: Sequence[Prompt],
+    adapter: AdapterCheck | str | None,
 ) -> Report:
     """The report on both stacks in the precision that they have now."""
     trials = run_trials(actor, engine, conditioning)
-    exam = Exam(actor=actor, engine=engine, trials=trials, prompts=prompts)
+    exam = Exam(actor=actor, engine=engine, trials=trials, prompts=prompts, adapter=adapter)
     return of_trials(exam, run_checks(exam))
 
 
@@ -185,12 +205,32 @@ def _examine_built(
     examine_stacks: Callable[..., Report],
 ) -> Report:
     """The report on an actor and an engine that are built for it."""
+    adapter = compared_with_pipeline(config, family, prompts)
     stacks = build_stacks(config, family, prompts)
     try:
         stacks.engine.sync(stacks.actor.weights.snapshot())
-        return examine_stacks(stacks.actor, stacks.engine, stacks.cache(prompts), prompts=prompts)
+        embedded = stacks.cache(prompts)
+        return examine_stacks(stacks.actor, stacks.engine, embedded, prompts=prompts, adapter=adapter)
     finally:
         stacks.engine.close()
+
+
+def compared_with_pipeline(
+    config: Config, family: ModelFamily, prompts: Sequence[Prompt]
+) -> AdapterCheck | str:
+    """The comparison of a family with its pipeline, in float32 where memory allows, or the reason why there is none.
+
+    Args:
+        config: the run's.
+        family: with its text encoders.
+        prompts: the first two are drawn.
+    """
+    upcasts = config.model.quantization == "none" and precision.fits(family, copies=1)
+    with precision.pipeline_in_float32(family) if upcasts else contextlib.nullcontext():
+        try:
+            return compare_as_sampled(family, prompts[:2], config.sampling)
+        except CannotCompare as error:
+            return str(error)
 
 
 def examines_before_start(config: Config) -> bool:
@@ -227,9 +267,14 @@ def examine_before_start(
         prompts = run.prompts.peek_distinct(NUM_PROMPTS)
         stacks = run.actor, run.engine, run.cache(prompts)
         if first is None:
-            report = examine(*stacks, prompts=prompts)
+            report = examine(*stacks, prompts=prompts, adapter=RELEASED)
         else:
-            report = _after(first, config, run.actor.family, lambda: _examine(*stacks, prompts=prompts))
+            report = _after(
+                first,
+                config,
+                run.actor.family,
+                lambda: _examine(*stacks, prompts=prompts, adapter=RELEASED),
+            )
         if distributed.is_main():
             (out_dir / REPORT_FILE).write_text(as_json(report) + "\n", encoding="utf-8")
         show(report)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -64,7 +64,8 @@ def both_in_float32(actor: DiffusionActor, engine: ComputesInFloat32) -> Iterato
 def actor_in_float32(actor: DiffusionActor) -> Iterator[None]:
     """Run the actor in float32, then restore its weights and configuration."""
     config = actor.config
-    with _upcast(actor.family):
+    family = actor.family
+    with _upcast([family.transformer, family.pipeline.vae]):
         actor.config = actor.scorer.config = float32_config(config)
         try:
             yield
@@ -126,9 +127,15 @@ def marked(finding: Finding) -> Finding:
 
 
 @contextlib.contextmanager
-def _upcast(family: ModelFamily) -> Iterator[None]:
-    """Run the transformer and the VAE in float32, then restore the original values."""
-    modules = (family.transformer, family.pipeline.vae)
+def pipeline_in_float32(family: ModelFamily) -> Iterator[None]:
+    """Run all models of a pipeline in float32, then restore the original values."""
+    with _upcast([part for part in family.pipeline.components.values() if isinstance(part, nn.Module)]):
+        yield
+
+
+@contextlib.contextmanager
+def _upcast(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Run models in float32, then restore the original values."""
     tensors: list[Any] = [
         tensor
         for module in modules

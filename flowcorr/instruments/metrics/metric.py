@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ class Rule:
     models. What depends on the run, such as its precision, has no number here: see `limits.healthy_range`.
 
     Attributes:
-        name: name of the rule.
+        name: name of the rule. Of a metric that every run logs, `name`, `what`, `advice` and `applied` that are left
+            out are those of its own rule.
         what: the metric in words.
         low, high: the healthy range.
         serious: limit above which the finding is serious.
@@ -35,9 +36,9 @@ class Rule:
         metric: the full name of the metric, which its row sets.
     """
 
-    name: str
-    what: str
-    advice: str
+    name: str = ""
+    what: str = ""
+    advice: str = ""
     low: float = -math.inf
     high: float = math.inf
     serious: float = math.inf
@@ -68,7 +69,8 @@ class Metric:
     Attributes:
         name: the logged name, with placeholders in angle brackets: `<i>` is a step index or a worker, `<mode>` a
             rejection mode, and `<name>` a name from the configuration.
-        meaning: its explanation.
+        meaning: its explanation. Of a metric that every run logs, this and all below that is left out is that of its
+            own row.
         unit: unit of the value; empty for a plain number.
         rule: its healthy range, with advice; None if nothing judges it.
         chart: its chart in the report; None for none of its own.
@@ -78,7 +80,7 @@ class Metric:
     """
 
     name: str
-    meaning: str
+    meaning: str = ""
     unit: str = ""
     rule: Rule | None = None
     chart: Drawn | None = None
@@ -99,6 +101,22 @@ def row(name: str, meaning: str, unit: str = "", **facts: Any) -> Metric:
 def under(prefix: str, *metrics: Metric) -> tuple[Metric, ...]:
     """Rows with `prefix` before their names."""
     return tuple(named(metric, prefix + metric.name) for metric in metrics)
+
+
+def over(base: Metric, own: Metric) -> Metric:
+    """A row of one's own over that of the same metric: fields that it leaves out are those of `base`."""
+    left_out = {
+        field.name: getattr(base, field.name)
+        for field in fields(Metric)
+        if field.name != "rule" and getattr(own, field.name) == field.default
+    }
+    if own.rule is None or base.rule is None:
+        return replace(own, **left_out, rule=own.rule or base.rule)
+    words = {
+        name: getattr(own.rule, name) or getattr(base.rule, name)
+        for name in ("name", "what", "advice", "applied")
+    }
+    return replace(own, **left_out, rule=replace(own.rule, **words))
 
 
 def named(metric: Metric, name: str) -> Metric:

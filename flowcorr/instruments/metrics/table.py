@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from flowcorr.config.schema import Config
 from flowcorr.errors import ConfigError
 from flowcorr.imports import import_target
-from flowcorr.instruments.metrics.metric import Metric, Rule, named
+from flowcorr.instruments.metrics.metric import Metric, Rule, named, over
 from flowcorr.instruments.metrics.of_correction import REJECTION, WEIGHTS
 from flowcorr.instruments.metrics.of_gap import DRIFT, STEPS, WORKERS
 from flowcorr.instruments.metrics.of_run import RUN, UPDATE
@@ -26,26 +26,47 @@ RULES: tuple[Rule, ...] = tuple(metric.rule for metric in METRICS if metric.rule
 
 
 def rows_of(config: Config) -> tuple[Metric, ...]:
-    """The rows of a run: those of every run, and its own, which take the place of rows of the same name.
+    """The rows of a run: those of every run, and its own; one of a metric that every run logs is laid over its row.
 
     Raises:
-        ConfigError: `trainer.metrics` names something else.
+        ConfigError: `trainer.metrics` names something else, or a row lacks its meaning or the words of its rule.
     """
-    own = [_own_row(path) for path in config.trainer.metrics]
-    names = {metric.name for metric in own}
-    return (*(metric for metric in METRICS if metric.name not in names), *own)
+    rows = {metric.name: metric for metric in METRICS}
+    for path in config.trainer.metrics:
+        own = own_row("trainer.metrics", path)
+        rows[own.name] = own
+    return tuple(rows.values())
 
 
-def _own_row(path: str) -> Metric:
-    row = import_target("trainer.metrics", path, "a row of metrics")
+def own_row(key: str, path: str) -> Metric:
+    """The row at `package.module:name`, laid over that of a metric that every run logs.
+
+    Args:
+        key: that named it, for messages.
+        path: where it is.
+
+    Raises:
+        ConfigError: see `rows_of`.
+    """
+    row = import_target(key, path, "a row of metrics")
     if not isinstance(row, Metric):
         raise ConfigError(
-            f"trainer.metrics={path!r} is of type {type(row).__name__}; name a flowcorr.instruments.metrics.Metric"
+            f"{key}={path!r} is of type {type(row).__name__}; name a flowcorr.instruments.metrics.Metric"
         )
-    if row.measure is not None and find_metric(row.name) is not None:
+    base = find_metric(row.name)
+    if row.measure is not None and base is not None:
         raise ConfigError(
-            f"trainer.metrics={path!r}: every run logs {row.name!r} itself; give your metric another name, or leave "
+            f"{key}={path!r}: every run logs {row.name!r} itself; give your metric another name, or leave "
             "its measure out to judge that metric by a rule of your own"
+        )
+    row = row if base is None else over(base, row)
+    words = {"meaning": row.meaning}
+    if row.rule is not None:
+        words |= {f"rule.{name}": getattr(row.rule, name) for name in ("name", "what", "advice")}
+    if empty := [name for name, value in words.items() if not value]:
+        raise ConfigError(
+            f"{key}={path!r}: {row.name!r} has no {', '.join(empty)}; only those of a row of every run may be "
+            "left out"
         )
     return named(row, row.name)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Iterator
+from pkgutil import resolve_name
+from typing import Any
 
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.correction.modes import RS_MODES
@@ -14,7 +16,13 @@ from flowcorr.imports import import_target
 from flowcorr.instruments.doctor.checks import CAUSES, CHECKS
 from flowcorr.instruments.fault_words import FAULTS
 from flowcorr.instruments.metrics.metric import Metric
-from flowcorr.instruments.metrics.table import METRICS, RULES, find_metric, progress_labels
+from flowcorr.instruments.metrics.table import (
+    METRICS,
+    RULES,
+    find_metric,
+    own_row,
+    progress_labels,
+)
 from flowcorr.instruments.reference.glossary import SYNONYMS, WORDS, find_word
 from flowcorr.instruments.reference.interfaces import INTERFACES, find_interface, rows_of
 from flowcorr.instruments.reference.keys import find_key, keys
@@ -39,7 +47,8 @@ def explanation(name: str) -> str:
         hint = f": did you mean {', '.join(near)}?" if near else "."
         raise ConfigError(
             f"{shortened(name)!r} is not a metric, configuration key, preset, check, cause or word of the tools{hint} "
-            "`flowcorr explain --all` prints every name"
+            "`flowcorr explain --all` prints every name; a metric of your own is explained after its module, as "
+            f"my_module:{shortened(name)}"
         )
     return "\n\n".join("\n".join(lines) for lines in senses)
 
@@ -102,15 +111,45 @@ def _values(name: str) -> Iterator[Iterator[str]]:
 
 
 def _own(path: str) -> Iterator[str]:
-    """A row of metrics by its parts; anything else that a key names as `module:name` by its docstring."""
+    """A row of metrics by its parts, another row by its fields, anything else by its docstring.
+
+    After `module:` a metric has the name of its variable, or one that tools print: its own, its label or its rule's.
+    """
+    module, _, name = path.partition(":")
+    members = import_target("flowcorr explain", f"{module}:__dict__", "code of your own")
+    printed = [
+        variable
+        for variable, value in members.items()
+        if isinstance(value, Metric)
+        and name in (value.name, value.name.rpartition("/")[2], value.label, value.rule and value.rule.name)
+    ]
+    path = path if name in members else f"{module}:{printed[0]}" if printed else path
     found = import_target("flowcorr explain", path, "it")
-    if not isinstance(found, Metric):
-        first_line, _, _ = (inspect.getdoc(found) or "").partition("\n")
-        yield f"{path} (code of your own)"
-        yield f"  {first_line}"
+    if isinstance(found, Metric):
+        row = own_row("flowcorr explain", path)
+        yield from _metric(row.name, row)
+        yield f"  finding: {row.rule.name}" if row.rule is not None else "  no rule judges it"
         return
-    yield from _metric(found.name, found)
-    yield f"  finding: {found.rule.name}" if found.rule is not None else "  no rule judges it"
+    kind = next(
+        (name for name in INTERFACES if not isinstance(found, type) and type(found) is resolve_name(name)), ""
+    )
+    if kind:
+        yield f"{path} (a {kind} of your own)"
+        for field, meaning, _ in rows_of(kind):
+            value = getattr(found, field)
+            yield f"  {field}: {_shown(value)} ({meaning})"
+        return
+    first_line, _, _ = (inspect.getdoc(found) or "it has no docstring").partition("\n")
+    yield f"{path} (code of your own)"
+    yield f"  {first_line}"
+
+
+def _shown(value: Any) -> str:
+    """A field's value; a function by its name and the first line of its docstring."""
+    if not inspect.isroutine(value):
+        return str(value)
+    first_line, _, _ = (inspect.getdoc(value) or "").partition("\n")
+    return f"{value.__name__}{f', {first_line}' if first_line else ''}"
 
 
 def _word(name: str) -> Iterator[str]:

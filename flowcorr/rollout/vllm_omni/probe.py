@@ -17,6 +17,7 @@ from flowcorr import sde
 from flowcorr.config.schema import Config
 from flowcorr.errors import BackendError
 from flowcorr.models import DTYPES, Conditioning, Guidance, ModelFamily, SamplingPlan, Schedule
+from flowcorr.models.in_engine import check_in_engine
 from flowcorr.records import Prompt
 from flowcorr.references import Reference
 from flowcorr.rollout.base import Weights
@@ -74,7 +75,7 @@ def probe_point(
     references: tuple[Reference, ...] = (),
 ) -> ProbePoint:
     """The fixed point: pure noise at a step in the middle of the schedule."""
-    encoded = family.embed([Prompt(text=PROMPT, images=references)], guidance)
+    encoded = family.checked_embed([Prompt(text=PROMPT, images=references)], guidance)
     return ProbePoint(
         latents=sde.initial_noise(latent_shape, [0], [0], seed=0, training_step=0)[0],
         timestep=schedule.timesteps[len(schedule.timesteps) // 2],
@@ -140,6 +141,9 @@ class ComputedProbe:
         config: the run's configuration.
         tensors: the current trained tensors.
         references: the reference images of one of the run's prompts.
+
+    Raises:
+        ConfigError: a family of the user's own reads what an engine does not have.
     """
 
     def __init__(
@@ -156,6 +160,15 @@ class ComputedProbe:
         self.point = probe_point(
             family, guidance, family.in_dtype(plan.schedule, dtype), plan.latent_shape, references
         )
+        if ":" in family.place():  # flowcorr's families are tested for it
+            device, point = next(family.transformer.parameters()).device, self.point
+            check_in_engine(
+                family,
+                point.latents.to(device)[None],
+                torch.tensor([point.timestep], device=device),
+                {name: row.to(device)[None] for name, row in point.conditioning.items()},
+                guidance,
+            )
         self.start = actor_velocity(family, untrained(tensors), self.point)
         # The last bit of all latents: what else changes is as small, so that nearly all of it is another rounding.
         next_to_it = self.point.latents * (1 + torch.finfo(family.dtype).eps)

@@ -88,6 +88,8 @@ def test_an_unknown_name_shows_near_ones(capsys):
 
 
 OWN = """
+from flowcorr.correction import Mode
+from flowcorr.correction.modes import SQUARE
 from flowcorr.instruments.metrics import Metric, Rule
 
 FACES = Metric(
@@ -100,7 +102,38 @@ FACES = Metric(
 
 def reward(images, prompts):
     \"\"\"Counts faces.\"\"\"
+
+
+def far(ratios):
+    \"\"\"Distance of a step.\"\"\"
+    return ratios.scaled.abs()
+
+
+FAR = Mode(level="step", value=far, bounds=SQUARE)
+CLIPPED = Metric(name="actor/pg_clipfrac", rule=Rule(name="far", what="them", high=0.3, advice="wait"))
 """
+
+
+@pytest.mark.parametrize("printed", ["crowd", "faces", "reward/faces", "FACES"])
+def test_a_metric_of_ones_own_is_known_by_the_names_that_tools_print(tmp_path, monkeypatch, capsys, printed):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "rows_to_explain.py").write_text(OWN)
+    assert main(["explain", f"rows_to_explain:{printed}"]) == 0
+    assert capsys.readouterr().out.startswith("reward/faces (metric, faces)")
+    assert main(["explain", "crowd"]) == 2
+    assert "my_module:crowd" in capsys.readouterr().err
+
+
+def test_rows_of_ones_own_are_explained_by_their_fields(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "rows_to_explain.py").write_text(OWN)
+    assert main(["explain", "rows_to_explain:FAR", "rows_to_explain:CLIPPED"]) == 0
+    mode, metric = capsys.readouterr().out.split("\n\n")
+    assert mode.splitlines()[0] == "rows_to_explain:FAR (a flowcorr.correction.Mode of your own)"
+    assert "  level: step (" in mode
+    assert "  value: far, Distance of a step. (" in mode
+    assert explanation("actor/pg_clipfrac").splitlines()[1] in metric
+    assert "≤ 0.3" in metric
 
 
 def test_rows_and_code_of_ones_own_are_explained(tmp_path, monkeypatch, capsys):

@@ -62,6 +62,14 @@ _TRAJECTORY = ("finite", "schedule", "samples", "latent_dtype", "transition", "l
 _INPUTS = (*_TRAJECTORY, "timesteps", "embeddings", "references", "guidance")
 CHECKS: Sequence[Check] = (
     Check(
+        name="adapter",
+        trials=Question(
+            asks="Whether the model family does what its diffusers pipeline's own call does: schedule, transformer's "
+            "inputs, guidance and decoding.",
+            by="adapter:check_adapter",
+        ),
+    ),
+    Check(
         name="finite",
         trials=Question(
             asks="Whether all numbers of both sides are finite, the pixels before they became integers among them.",
