@@ -154,8 +154,9 @@ class _Comparison:
         self.schedule = family.schedule(num_steps, self.shape)
         weights = list(family.transformer.parameters())
         self.device = weights[0].device
-        # Of a quantized transformer, the bytes are no dtype to compute in.
-        self.dtype = next((weight.dtype for weight in weights if weight.dtype in LIMITS), family.dtype)
+        # The coarsest one: families keep some weights in float32, and the bytes of quantized ones are no dtype.
+        dtypes = [weight.dtype for weight in weights if weight.dtype in LIMITS]
+        self.dtype = max(dtypes, key=LIMITS.__getitem__, default=family.dtype)
         self.limit = LIMITS[self.dtype]
         with explained(family):
             self.computing = family if family.vllm_omni is None else as_in_engine(family)

@@ -13,9 +13,9 @@ LENGTH = {"sd3": 8, "sd35": 8, "qwen_image_edit": 96, "qwen_image_edit_plus": 96
 GUIDED = Guidance(guidance_scale=3.0, true_cfg_scale=3.0, negative_prompt="bad")
 
 
-def load(folder, name, **methods):
+def load(folder, name, dtype="float32", **methods):
     """The family at a folder of a tiny pipeline, with other methods than its own."""
-    model = ModelConfig(path=folder, max_sequence_length=LENGTH.get(name, 48))
+    model = ModelConfig(path=folder, dtype=dtype, max_sequence_length=LENGTH.get(name, 48))
     family = load_family(model, reference_size=PIPELINES[name].size)
     if methods:
         family.__class__ = type("Wrong", (type(family),), methods)

@@ -7,6 +7,7 @@ from tiny_pipelines import PIPELINES
 from flowcorr.models import CannotCompare, ModelFamily
 from tests.models.adapters import (
     compared,
+    load,
     with_conditioning,
     with_decoding,
     with_guidance,
@@ -29,6 +30,15 @@ def test_every_family_is_its_pipeline(adapter_of, name):
     assert torch.equal(torch.get_rng_state(), state)
     assert family.transformer.forward == forward
     assert "step" not in vars(family.pipeline.scheduler)
+
+
+@pytest.mark.parametrize("name", ["wan", "qwen_image"])
+def test_rounding_is_no_difference(name, tmp_path):
+    """Wan keeps some of its weights in float32."""
+    folder = str(PIPELINES[name].build(tmp_path, torch.bfloat16, seed=7))
+    result = compared(load(folder, name, "bfloat16"), name)
+    assert result.differences == ()
+    assert 1e-5 < result.velocity_gap < 0.1
 
 
 def negatives_of_prompts(conditioning):
