@@ -1,4 +1,4 @@
-"""A plain sampling loop of a trainer's own, with faults planted in it: diffusers and peft, and nothing of flowcorr."""
+"""A plain sampling loop of a trainer's own, with faults planted in it: diffusers and peft, and of flowcorr its step."""
 
 import copy
 import math
@@ -9,6 +9,7 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 
 import flowcorr
+from flowcorr import sde
 from flowcorr.models import quiet_loaders
 from tests.shallow import SHALLOW
 
@@ -44,10 +45,17 @@ def load(*, trained=True):
 
 
 class Loop:
-    """Training steps that only sample; `fault` names what is wrong with them."""
+    """Training steps that only sample; `fault` names what is wrong with them.
 
-    def __init__(self, fault=None, *, window="whole", seed=0, trained=True, guidance=3.0, num_steps=5):
+    `plant` maps places of the loop, the names that `at` is called with, to functions of the loop and the value there:
+    what they return takes its place. Nothing of that is captured, which tells the configured values.
+    """
+
+    def __init__(
+        self, fault=None, *, window="whole", seed=0, trained=True, guidance=3.0, num_steps=5, negative="", plant=None
+    ):
         self.fault, self.guidance, self.num_steps = fault, guidance, num_steps
+        self.negative, self.plant, self.index = negative, plant or {}, 0
         self.window = list(range(num_steps)) if WINDOWS[window] is None else WINDOWS[window]
         self.pipeline = load(trained=trained)
         self.draw = torch.Generator().manual_seed(seed)
@@ -61,54 +69,80 @@ class Loop:
     def normal(self, *shape):
         return torch.randn(*shape, generator=self.draw)
 
+    def at(self, place, value):
+        """The value at a place of the loop, or that of the fault which is planted there."""
+        return self.plant[place](self, value) if place in self.plant else value
+
+    def embed(self, prompts, negative):
+        """Embeddings of the prompts and of the negative prompt: those of the tokens, then the pooled ones."""
+        embeds, negatives, pooled, negative_pooled = self.pipeline.encode_prompt(
+            list(prompts), None, None, negative_prompt=negative, max_sequence_length=LENGTH
+        )
+        return {"prompt": (embeds, pooled), "negative": (negatives, negative_pooled)}
+
+    def velocity(self, latents, timestep, text, scale):
+        """Under guidance, of the adapter as it is now."""
+        embeds, pooled = (torch.cat(pair) for pair in zip(text["negative"], text["prompt"], strict=True))
+        without, with_prompt = self.pipeline.transformer(
+            hidden_states=torch.cat([latents, latents]),
+            timestep=timestep.expand(2 * len(latents)),
+            encoder_hidden_states=embeds,
+            pooled_projections=pooled,
+            return_dict=False,
+        )[0].chunk(2)
+        self.plain = with_prompt
+        return without + scale * (with_prompt - without)
+
+    def step(self, latents, velocity, sigma, following, level=LEVEL, kind="sde", sigma_max=None):
+        """Mean and std of the next latents."""
+        count = len(latents)
+        step = sde.transition(
+            kind, latents, velocity, sigma.expand(count), following.expand(count), level, sigma_max=sigma_max
+        )
+        return step.mean, step.std[0]
+
+    def log_prob(self, latents, mean, std):
+        """The terms of a log-prob, one an element."""
+        return -((latents - mean) ** 2 / (2 * std**2) + std.log() + math.log(2 * math.pi) / 2)
+
     @torch.no_grad()
     def sample(self):
         """What one step captured: a mapping of the fields of `ReplaySamples`."""
         pipeline, fault, count = self.pipeline, self.fault, len(PROMPTS)
         pipeline.scheduler.set_timesteps(self.num_steps)
         sigmas, timesteps = pipeline.scheduler.sigmas, pipeline.scheduler.timesteps
-        embeds, negative, pooled, negative_pooled = pipeline.encode_prompt(
-            list(PROMPTS), None, None, max_sequence_length=LENGTH
-        )
+        table, times = self.at("schedule", (sigmas, timesteps))
+        pipeline = self.at("pipeline", pipeline)
+        text = self.embed(self.at("prompts", PROMPTS), self.at("negative", self.negative))
         if fault == "stale_prompts":
-            embeds, pooled = embeds.roll(-1, 0), pooled.roll(-1, 0)
+            text["prompt"] = tuple(rows.roll(-1, 0) for rows in text["prompt"])
+        text = self.at("text", text)
         if fault == "adapter_off":
             pipeline.transformer.disable_adapters()
         shape = (4, SIZE[0] // 4, SIZE[1] // 4)
         initial = self.normal(count, *shape)
         if fault == "noise_reused":
             initial = torch.randn(1, *shape, generator=torch.Generator().manual_seed(9)).expand(count, *shape)
-        latents, befores, afters, log_probs = initial, [], [], []
-        for index in range(self.num_steps):
-            fed = timesteps[index].bfloat16().float() if fault == "rounded_timesteps" else timesteps[index]
-            velocity = pipeline.transformer(
-                hidden_states=torch.cat([latents, latents]),
-                timestep=fed.expand(2 * count),
-                encoder_hidden_states=torch.cat([negative, embeds]),
-                pooled_projections=torch.cat([negative_pooled, pooled]),
-                return_dict=False,
-            )[0]
-            without, with_prompt = velocity.chunk(2)
-            scale = 1.0 if fault == "guidance_off" else self.guidance
-            velocity = without + scale * (with_prompt - without)
-            table = sigmas.half().float() if fault == "half_sigma" else sigmas
+        latents, befores, afters, log_probs = self.at("initial", initial), [], [], []
+        table = table.half().float() if fault == "half_sigma" else table
+        for self.index in range(self.num_steps):
+            index = self.index
+            fed = times[index].bfloat16().float() if fault == "rounded_timesteps" else times[index]
+            scale = self.at("scale", 1.0 if fault == "guidance_off" else self.guidance)
+            velocity = self.at("velocity", self.velocity(latents, fed, text, scale))
             sigma, following = table[index], table[index + 1]
-            step = sigma - following
             if index not in self.window:
-                latents = latents - step * velocity
+                latents = latents - (sigma - following) * velocity
                 continue
-            level = LEVEL * (sigma / (1 - (following if sigma == 1 else sigma))).sqrt()
-            drift = velocity + level**2 / (2 * sigma) * (latents + (1 - sigma) * velocity)
-            mean, std = latents - drift * step, level * step.sqrt()
+            mean, std = self.step(latents, velocity, sigma, following, **self.at("step", {}))
             befores.append(latents)
-            latents = mean + std * self.normal(*mean.shape)
+            latents = self.at("next", mean + std * self.at("noise", self.normal(*mean.shape)))
             afters.append(latents)
-            squares = (latents - mean) ** 2 / (2 * std**2) + std.log() + math.log(2 * math.pi) / 2
-            log_probs.append(
-                -(squares.flatten(1).sum(1) if fault == "summed" else squares.flatten(1).mean(1))
-            )
+            scored = self.log_prob(latents, mean, self.at("scored_std", std)).flatten(1)
+            log_probs.append(scored.sum(1) if fault == "summed" else self.at("pooled", scored.mean(1)))
+            latents = self.at("kept", latents)
         pipeline.transformer.enable_adapters()
-        images = self.decode(latents)
+        images = self.decode(self.at("final", latents))
         if fault == "swapped_images":
             images = images.roll(1, 0)
         if fault == "swapped_with_others":
@@ -119,31 +153,47 @@ class Loop:
             (self.past if fault == "images_of_step_before" and self.past is not None else images),
             images,
         )
-        return {
+        images = self.at("images", images)
+        return self.at("captured", {
             "prompts": PROMPTS,
-            "negative_prompt": "",
+            "negative_prompt": self.negative,
             "guidance_scale": self.guidance,
             "max_sequence_length": LENGTH,
             "initial_noise": initial,
             "latents": torch.stack(befores, 1),
             "next_latents": torch.stack(afters, 1),
-            "log_probs": torch.stack(log_probs, 1),
+            "log_probs": self.at("log_probs", torch.stack(log_probs, 1)),
             "step_indices": self.window,
             "final_latents": latents,
             "images": images,
-            "rewards": images.flatten(1).mean(1),
+            "rewards": self.at("rewards", images.flatten(1).mean(1)),
             "sigmas": sigmas,
             "timesteps": timesteps,
             "noise_level": LEVEL,
-            "adapter": peft.get_peft_model_state_dict(pipeline.transformer),
+            "adapter": self.at("adapter", peft.get_peft_model_state_dict(pipeline.transformer)),
             "adapter_alpha": ALPHA,
             "dtype": "float32",
-        }
+        })
+
+    @torch.no_grad()
+    def rescore(self, captured):
+        """The log-probs `[B, T]` that a trainer recomputes of captured samples, as this loop samples."""
+        self.pipeline.scheduler.set_timesteps(self.num_steps)
+        sigmas, timesteps = self.at("schedule", (self.pipeline.scheduler.sigmas, self.pipeline.scheduler.timesteps))
+        text, found = self.embed(PROMPTS, self.negative), []
+        for place, self.index in enumerate(self.window):
+            before, after = (captured[name][:, place] for name in ("latents", "next_latents"))
+            velocity = self.velocity(before, timesteps[self.index], text, self.guidance)
+            sigma, following = sigmas[self.index], sigmas[self.index + 1]
+            mean, std = self.step(before, velocity, sigma, following, **self.at("step", {}))
+            found.append(self.log_prob(after, mean, std).flatten(1).mean(1))
+        return torch.stack(found, 1)
 
     def decode(self, latents):
         vae = self.pipeline.vae
         if self.fault != "decoder_unscaled":
-            latents = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
+            scale, shift = self.at("vae", (vae.config.scaling_factor, vae.config.shift_factor or 0.0))
+            latents = latents / scale + shift
         return (vae.decode(latents, return_dict=False)[0] / 2 + 0.5).clamp(0, 1)
 
 

@@ -1,0 +1,499 @@
+"""Plant faults in a loop of one's own, in the style of flow_grpo and of scripts with accelerate, and say what is named.
+
+    python -m tests.planted.own_loop                     # all, as the table of results.md
+    python -m tests.planted.own_loop guidance_rescaled   # one of them
+
+The loop captures its samples with `flowcorr.ReplaySamples` and dumps its steps with `flowcorr.dump`, beside the
+log-probs of a trainer without a fault. `DRAWN` were written down before the doctor was made to name any of them;
+`NUMBERS` are the settings that a loop can have wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+import flowcorr
+from flowcorr.instruments.audit import audit_folder
+from flowcorr.instruments.doctor import examine_dump
+from flowcorr.instruments.finding import Report
+from tests.instruments.doctor.plain_loop import LEVEL, PROMPTS, TARGETS, Loop
+from tests.shallow import SHALLOW
+
+Plants = dict[str, Callable[[Loop, Any], Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A fault of a loop.
+
+    Attributes:
+        name: its name.
+        stands_for: the mistake in words.
+        fields: of `ReplaySamples`, in which the fault lies.
+        plant: a size -> the places of the loop that it changes, see `Loop`.
+        sizes: sizes that are tried, from the largest on.
+        window: of the loop.
+        options: of the loop.
+    """
+
+    name: str
+    stands_for: str
+    fields: Sequence[str]
+    plant: Callable[[float], Plants]
+    sizes: Sequence[float] = (0.0,)
+    window: str = "whole"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _always(**plants: Callable[[Loop, Any], Any]) -> Callable[[float], Plants]:
+    return lambda size: dict(plants)
+
+
+def _of_step(change: Callable[[float], dict[str, Any]]) -> Callable[[float], Plants]:
+    return lambda size: {"step": lambda loop, values: values | change(size)}
+
+
+def _next_timesteps(loop: Loop, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    sigmas, timesteps = tables
+    return sigmas, torch.cat([timesteps[1:], timesteps[-1:] / 2])
+
+
+def _with_template(loop: Loop, prompts: Sequence[str]) -> list[str]:
+    return [f"a photo of {prompt}" for prompt in prompts]
+
+
+def _pooled_of_another(loop: Loop, text: Any) -> Any:
+    embeds, pooled = text["prompt"]
+    return {**text, "prompt": (embeds, pooled.roll(1, 0))}
+
+
+def _by_channel(loop: Loop, pooled: Tensor) -> Tensor:
+    return 4 * pooled  # the sum over channels of means over places
+
+
+def _without_step(loop: Loop, std: Tensor) -> Tensor:
+    sigmas = loop.pipeline.scheduler.sigmas
+    return std / (sigmas[loop.index] - sigmas[loop.index + 1]).sqrt()
+
+
+def _before_last_step(loop: Loop, latents: Tensor) -> Tensor:
+    return loop.kept if hasattr(loop, "kept") else latents
+
+
+def _keep_one_before(loop: Loop, latents: Tensor) -> Tensor:
+    if loop.index == loop.num_steps - 2:
+        loop.kept = latents  # type: ignore[attr-defined]
+    return latents
+
+
+def _older_adapter(size: float) -> Plants:
+    """The captured adapter is one update ahead of the one that sampled."""
+
+    def moved(loop: Loop, adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        draw = torch.Generator().manual_seed(4)
+        return {
+            name: value + size * 0.3 * torch.randn(value.shape, generator=draw) if "lora_B" in name else value
+            for name, value in adapter.items()
+        }
+
+    return {"adapter": moved}
+
+
+def _not_on_values(loop: Loop, pipeline: Any) -> Any:
+    for name, parameter in pipeline.transformer.named_parameters():
+        if "to_v.lora_B" in name:
+            loop.kept_adapter[name] = parameter.data.clone()  # type: ignore[attr-defined]
+            parameter.data.zero_()
+    return pipeline
+
+
+def _restored(loop: Loop, adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    whole = {name.replace(".default", ""): value for name, value in loop.kept_adapter.items()}  # type: ignore[attr-defined]
+    return {**adapter, **{name: whole.get(name, value) for name, value in adapter.items()}}
+
+
+def _partial_adapter(size: float) -> Plants:
+    def plant(loop: Loop, pipeline: Any) -> Any:
+        loop.kept_adapter = {}  # type: ignore[attr-defined]
+        return _not_on_values(loop, pipeline)
+
+    return {"pipeline": plant, "adapter": _restored}
+
+
+def _rescaled(size: float) -> Plants:
+    def rescale(loop: Loop, velocity: Tensor) -> Tensor:
+        ratio = loop.plain.flatten(1).std(1) / velocity.flatten(1).std(1)
+        return velocity * (1 - size + size * ratio)[:, None, None, None]
+
+    return {"velocity": rescale}
+
+
+def _scaled_adapter(scale: Callable[[float], float]) -> Callable[[float], Plants]:
+    def of(size: float) -> Plants:
+        def plant(loop: Loop, pipeline: Any) -> Any:
+            pipeline.transformer.set_adapters("default", weights=scale(size))
+            return pipeline
+
+        return {"pipeline": plant}
+
+    return of
+
+
+def _shifted(size: float) -> Plants:
+    """The sampler's own scheduler has another shift than the captured one."""
+
+    def plant(loop: Loop, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        scheduler = loop.pipeline.scheduler
+        other = type(scheduler).from_config(scheduler.config, shift=scheduler.config.shift * (1 + size))
+        other.set_timesteps(loop.num_steps)
+        return other.sigmas, other.timesteps
+
+    return {"schedule": plant}
+
+
+def _shift_captured(size: float) -> Plants:
+    """The sampler's scheduler has another shift than the model's own, and it is captured."""
+
+    def plant(loop: Loop, captured: dict[str, Any]) -> dict[str, Any]:
+        sigmas, timesteps = _shifted(size)["schedule"](loop, (None, None))
+        return {**captured, "sigmas": sigmas, "timesteps": timesteps}
+
+    return _shifted(size) | {"captured": plant}
+
+
+def _jpeg(size: float) -> Plants:
+    """Images that were stored as JPEG of quality 100 - size."""
+
+    def plant(loop: Loop, images: Tensor) -> Tensor:
+        found = []
+        for image in (images * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy():
+            file = io.BytesIO()
+            Image.fromarray(image).save(file, "JPEG", quality=round(100 - size))
+            found.append(torch.tensor(bytearray(Image.open(file).tobytes()), dtype=torch.uint8).view(*image.shape))
+        return torch.stack(found).permute(0, 3, 1, 2).float() / 255
+
+    return {"images": plant}
+
+
+def _autocast(loop: Loop, pipeline: Any) -> Any:
+    forward = pipeline.transformer.forward
+
+    def low(**inputs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return tuple(value.float() for value in forward(**inputs))
+
+    pipeline.transformer.forward = low
+    return pipeline
+
+
+_QUARTERS = (1.0, 0.25, 0.06, 0.016)
+
+DRAWN: Sequence[Fault] = (
+    Fault(
+        name="timesteps_of_next_step",
+        stands_for="the transformer is fed the timestep of the next step",
+        fields=("timesteps",),
+        plant=_always(schedule=_next_timesteps),
+    ),
+    Fault(
+        name="timesteps_whole",
+        stands_for="the transformer is fed whole timesteps",
+        fields=("timesteps",),
+        plant=_always(schedule=lambda loop, tables: (tables[0], tables[1].trunc())),
+    ),
+    Fault(
+        name="prompt_template",
+        stands_for="the sampler writes its own words around the prompt",
+        fields=("prompts",),
+        plant=_always(prompts=_with_template),
+    ),
+    Fault(
+        name="pooled_of_another",
+        stands_for="the pooled embeddings of other samples",
+        fields=("prompts",),
+        plant=_always(text=_pooled_of_another),
+    ),
+    Fault(
+        name="step_noise_large",
+        stands_for="step noise is too large by this share, and scored as it is",
+        fields=("next_latents",),
+        plant=lambda size: {"noise": lambda loop, noise: (1 + size) * noise},
+        sizes=(0.8, 0.2, 0.05, 0.0125),
+    ),
+    Fault(
+        name="step_noise_of_batch",
+        stands_for="one draw of step noise for all samples of a batch",
+        fields=("next_latents",),
+        plant=_always(noise=lambda loop, noise: noise[:1].expand_as(noise)),
+    ),
+    Fault(
+        name="initial_noise_scaled",
+        stands_for="the sampler scales the initial noise, too large by this share",
+        fields=("initial_noise",),
+        plant=lambda size: {"initial": lambda loop, noise: (1 + size) * noise},
+        sizes=(0.8, 0.2, 0.05, 0.0125),
+        window="middle",
+    ),
+    Fault(
+        name="latents_clamped",
+        stands_for="latents are clamped to 2.5 / size after a step, and scored so",
+        fields=("next_latents",),
+        plant=lambda size: {"next": lambda loop, latents: latents.clamp(-2.5 / size, 2.5 / size)},
+        sizes=(4.0, 1.0, 0.5),
+    ),
+    Fault(
+        name="latents_rounded",
+        stands_for="latents are rounded to bfloat16 between the steps, after they were scored",
+        fields=("latents",),
+        plant=_always(kept=lambda loop, latents: latents.bfloat16().float()),
+        window="middle",
+    ),
+    Fault(
+        name="log_probs_of_next_step",
+        stands_for="log-probs are those of the next step of the window",
+        fields=("log_probs",),
+        plant=_always(log_probs=lambda loop, values: values.roll(-1, 1)),
+    ),
+    Fault(
+        name="log_probs_by_channel",
+        stands_for="log-probs are summed over channels, and averaged over places",
+        fields=("log_probs",),
+        plant=_always(pooled=_by_channel),
+    ),
+    Fault(
+        name="std_without_step",
+        stands_for="the std of the score lacks the root of the step",
+        fields=("log_probs",),
+        plant=_always(scored_std=_without_step),
+    ),
+    Fault(
+        name="decoded_one_early",
+        stands_for="the latents before the last step are decoded",
+        fields=("final_latents",),
+        plant=_always(kept=_keep_one_before, final=_before_last_step),
+    ),
+    Fault(
+        name="images_brighter",
+        stands_for="images are brighter by so many grey levels",
+        fields=("images",),
+        plant=lambda size: {"images": lambda loop, images: (images + size / 255).clamp(0, 1)},
+        sizes=(16.0, 4.0, 1.0),
+    ),
+    Fault(
+        name="images_jpeg",
+        stands_for="images went through JPEG of quality 100 - size",
+        fields=("images",),
+        plant=_jpeg,
+        sizes=(60.0, 15.0, 5.0),
+    ),
+    Fault(
+        name="adapter_behind",
+        stands_for="the adapter that sampled is one update behind the captured one, moved by this share",
+        fields=("adapter",),
+        plant=_older_adapter,
+        sizes=_QUARTERS,
+    ),
+    Fault(
+        name="adapter_partial",
+        stands_for="the adapter misses the projections of the values",
+        fields=("adapter",),
+        plant=_partial_adapter,
+    ),
+    Fault(
+        name="guidance_rescaled",
+        stands_for="guidance_rescale",
+        fields=("guidance_scale",),
+        plant=_rescaled,
+        sizes=_QUARTERS,
+    ),
+    Fault(
+        name="guidance_late",
+        stands_for="the first step has no guidance",
+        fields=("guidance_scale",),
+        plant=_always(scale=lambda loop, scale: 1.0 if loop.index == 0 else scale),
+    ),
+    Fault(
+        name="transformer_rounds",
+        stands_for="the transformer computes in bfloat16 where float32 is captured",
+        fields=("dtype",),
+        plant=_always(pipeline=_autocast),
+    ),
+)
+"""Twenty faults."""
+
+NUMBERS: Sequence[Fault] = (
+    Fault(
+        name="noise_level",
+        stands_for="the noise level is too large by this share",
+        fields=("noise_level",),
+        plant=_of_step(lambda size: {"level": LEVEL * (1 + size)}),
+        sizes=(0.5 / 7, 0.016, 0.004, 0.001),
+    ),
+    Fault(
+        name="sde_type_dance",
+        stands_for="dance_sde where sde is captured",
+        fields=("sde_type",),
+        plant=_of_step(lambda size: {"kind": "dance_sde"}),
+    ),
+    Fault(
+        name="sde_type_cps",
+        stands_for="cps where sde is captured",
+        fields=("sde_type",),
+        plant=_of_step(lambda size: {"kind": "cps"}),
+        window="middle",
+    ),
+    Fault(
+        name="sigma_max",
+        stands_for="the first step takes 1 - size for the noise level 1, not the next one",
+        fields=("sigmas",),
+        plant=_of_step(lambda size: {"sigma_max": 1 - size}),
+        sizes=(0.02, 0.005),
+    ),
+    Fault(
+        name="adapter_twice",
+        stands_for="the adapter is applied twice",
+        fields=("adapter_alpha",),
+        plant=_scaled_adapter(lambda size: 2.0),
+    ),
+    Fault(
+        name="adapter_scale",
+        stands_for="the adapter acts too strongly by this share",
+        fields=("adapter_alpha",),
+        plant=_scaled_adapter(lambda size: 1 + size),
+        sizes=(0.4, 0.1, 0.025, 0.006),
+    ),
+    Fault(
+        name="shift_of_sampler",
+        stands_for="the sampler's schedule has a shift too large by this share, and the other is captured",
+        fields=("sigmas", "timesteps"),
+        plant=_shifted,
+        sizes=(0.4, 0.1, 0.025, 0.006),
+    ),
+    Fault(
+        name="shift_captured",
+        stands_for="the sampler's schedule has a shift too large by this share, and is captured",
+        fields=("sigmas", "timesteps"),
+        plant=_shift_captured,
+        sizes=(0.4, 0.1, 0.025, 0.006),
+    ),
+    Fault(
+        name="guidance_scale",
+        stands_for="guidance is too strong by this share",
+        fields=("guidance_scale",),
+        plant=lambda size: {"scale": lambda loop, scale: scale * (1 + size)},
+        sizes=(0.4, 0.1, 0.025, 0.006),
+    ),
+    Fault(
+        name="guidance_swapped",
+        stands_for="the halves of guidance are exchanged",
+        fields=("guidance_scale",),
+        plant=_always(text=lambda loop, text: {"prompt": text["negative"], "negative": text["prompt"]}),
+    ),
+    Fault(
+        name="negative_of_another",
+        stands_for="the negative prompt is another prompt of the run",
+        fields=("negative_prompt",),
+        plant=_always(negative=lambda loop, text: "owl"),
+        options={"negative": "mud"},
+    ),
+    Fault(
+        name="negative_empty",
+        stands_for="the negative prompt is empty",
+        fields=("negative_prompt",),
+        plant=_always(negative=lambda loop, text: ""),
+        options={"negative": "mud"},
+    ),
+    Fault(
+        name="negative_zeros",
+        stands_for="the negative prompt's embeddings are zeros",
+        fields=("negative_prompt",),
+        plant=_always(
+            text=lambda loop, text: {**text, "negative": tuple(map(torch.zeros_like, text["negative"]))}
+        ),
+    ),
+    Fault(
+        name="vae_scaling_missing",
+        stands_for="latents are decoded without the VAE's scaling factor",
+        fields=("final_latents",),
+        plant=_always(vae=lambda loop, numbers: (1.0, numbers[1])),
+    ),
+    Fault(
+        name="vae_shift_missing",
+        stands_for="latents are decoded without the VAE's shift",
+        fields=("final_latents",),
+        plant=_always(vae=lambda loop, numbers: (numbers[0], 0.0)),
+    ),
+    Fault(
+        name="vae_scaling_twice",
+        stands_for="the VAE's scaling and shift are applied twice",
+        fields=("final_latents",),
+        plant=_always(vae=lambda loop, numbers: (numbers[0] ** 2, numbers[1] / numbers[0] + numbers[1])),
+    ),
+    Fault(
+        name="vae_scaling",
+        stands_for="the VAE's scaling factor is too large by this share",
+        fields=("final_latents",),
+        plant=lambda size: {"vae": lambda loop, numbers: (numbers[0] * (1 + size), numbers[1])},
+        sizes=(0.8, 0.2, 0.05),
+    ),
+)
+"""Settings that a loop can have wrong."""
+
+
+def dump_fault(fault: Fault | None, size: float, folder: Path, *, seed: int = 0) -> None:
+    """Dump a step of the loop with a fault, or of a clean one."""
+    options = {} if fault is None else {"window": fault.window, **fault.options}
+    captured = Loop(seed=seed, plant=None if fault is None else fault.plant(size), **options).sample()
+    rewards = captured["rewards"]
+    flowcorr.dump(
+        folder,
+        0,
+        rollout_log_probs=captured["log_probs"],
+        old_log_probs=Loop(**options).rescore(captured),
+        advantages=(rewards - rewards.mean()) / (rewards.std() + 1e-4),
+        num_elements=captured["initial_noise"][0].numel(),
+        sigmas=captured["sigmas"][captured["step_indices"]],
+        step_indices=captured["step_indices"],
+        clip_ratio=1e-4,
+        replay=flowcorr.ReplaySamples(**captured),
+    )
+
+
+def named_by(report: Report) -> str:
+    """The causes that a report of the doctor names, in words; of findings without one, the checks that warn."""
+    causes = ", ".join(report.causes())
+    return causes or ", ".join(f"{check}: cannot be told" for check in report.causes("warning"))
+
+
+def examined(fault: Fault | None, size: float, *, seed: int = 0) -> tuple[Report, Report]:
+    """The reports of the doctor and of the audit on a dump with a fault."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        dump_fault(fault, size, folder, seed=seed)
+        return examine_dump(folder, SHALLOW), audit_folder(folder)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="FAULT")
+    arguments = parser.parse_args()
+    for fault in (*DRAWN, *NUMBERS):
+        if arguments.names and fault.name not in arguments.names:
+            continue
+        for size in fault.sizes:
+            doctor, audited = examined(fault, size)
+            print(f"{fault.name} {size:.3g} | {named_by(doctor)} | {audited.verdict}", flush=True)
