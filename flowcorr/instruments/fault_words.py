@@ -11,6 +11,7 @@ FAULTS: Mapping[str, str] = {
     "one_step": "The gap lies in one step of the schedule alone, nearly the same in all samples.",
     "shared_shift": "A shift of log-probs that no two densities have: with `p` the sampler's, "
     "`E[log q - log p] <= 0` (Jensen).",
+    "other_std": "The steps of trainer and engine have different stds: by another noise level, sde_type or schedule.",
     "few_samples": "The gap of a few samples is far from that of the others; rounding affects all samples alike.",
     "stale": "The weights that sampled were older than the trainer's.",
 }

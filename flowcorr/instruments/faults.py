@@ -17,7 +17,7 @@ from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.stored import rounding_of
 from flowcorr.records import Terms
 
-HIDING = frozenset({"summed", "other_order", "one_step", "shared_shift", "few_samples"})
+HIDING = frozenset({"summed", "other_order", "one_step", "shared_shift", "few_samples", "other_std"})
 """Causes beside which no advice on the gap's correction can hold."""
 
 # Mean-pooled log-probs are `-log s - 1.42` on average, so -1.4 to 12 for any std of 6e-6 to 1; sums are D times that.
@@ -40,6 +40,11 @@ _NEARLY_ALL = 0.8
 _OWN = 0.9  # of the moved ones have a counterpart each; chance gives one counterpart to several
 # Between these and the others; a gap whose size varies among samples, however much, leaves no such void.
 _VOID = 10.0
+# Of a trainer whose stds are x times the engine's, `delta` follows the engine's log-prob with the slope 1 / x^2 - 1;
+# step means that differ by rounding or staleness leave both independent. Chance stays below this in Fisher's transform.
+_CHANCE = 6.0
+_LEAST_SLOPE = 1e-3
+_OF_ONE_STEP = 2.0  # times the variance of a log-prob of standard normal noise
 Ages = Mapping[int, Tensor]
 Rule = Callable[[Mapping[int, Terms], Ages], Finding | None]
 _SIDES = {"the engine's": "rollout_log_prob", "the trainer's": "old_log_prob"}
@@ -78,6 +83,8 @@ def diagnose(gaps: Mapping[int, Terms], ages: Mapping[int, Tensor] | None = None
     found = {name: rule(gaps, ages or {}) for name, rule in RULES.items()}
     if found["one_step"] is not None:  # the same shift, told more closely
         found["shared_shift"] = None
+    if any(found[name] is not None for name in ("summed", "other_order", "one_step", "shared_shift")):
+        found["other_std"] = None  # what these leave of a log-prob follows it, too
     return [finding for finding in found.values() if finding is not None]
 
 
@@ -238,6 +245,57 @@ def _shared_shift(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
     )
 
 
+def _other_std(gaps: Mapping[int, Terms], ages: Ages) -> Finding | None:
+    """Stds that differ at all steps; samples of older weights are not looked at."""
+    engine, differences = [], []
+    for step, gap in gaps.items():
+        difference = delta(gap)
+        rows = difference.isfinite().all(1)
+        if step in ages:
+            rows = rows & (ages[step] <= 0)
+        for index in gap.step_index[rows].unique().tolist():
+            here = (gap.step_index == index) & rows[:, None]
+            engine.append(_beside_mean(gap.rollout_log_prob[here].double()))
+            differences.append(_beside_mean(difference[here]))
+    if not engine:
+        return None
+    own, apart = torch.cat(engine), torch.cat(differences)
+    count, spread = own.numel() - len(engine), own.square().sum()
+    size = next(iter(gaps.values())).num_elements
+    if count < 2 * _FEWEST or not spread > 0 or not bool(apart.any()) or size is None:
+        return None
+    # Of one step, a log-prob varies by this: more is that of steps that were not told apart.
+    if float(spread) / count > _OF_ONE_STEP / (2 * size):
+        return None
+    slope = float((own @ apart) / spread)
+    correlation = float((own @ apart) / (spread * apart.square().sum()).sqrt())
+    z = math.atanh(min(abs(correlation), 1 - 1e-12)) * math.sqrt(count - 3)
+    if (
+        z < _CHANCE
+        or abs(slope) < _LEAST_SLOPE
+        or slope <= -1
+        or float(apart.abs().max()) <= _rounding_of(gaps)
+    ):
+        return None
+    return Finding(
+        level="serious",
+        cause="other_std",
+        sentence="flowcorr doctor comes first: the trainer's steps have another std than the engine's; samples that "
+        "the engine finds unlikely differ most, which neither rounding nor older weights do",
+        numbers={
+            "std of the trainer beside the engine's": (1 + slope) ** -0.5,
+            "correlation of delta with the engine's log p": correlation,
+            "terms": own.numel(),
+        },
+        remedy="compare noise_level, sde_type and sigmas of both stacks, and the std s in both scores; flowcorr doctor "
+        "names the one that differs from captured samples; no correction repairs this",
+    )
+
+
+def _beside_mean(values: Tensor) -> Tensor:
+    return values - values.mean()
+
+
 def _few_samples(gaps: Mapping[int, Terms], ages: Ages) -> Finding | None:
     """Samples of older weights are not looked at, nor those without a finite difference."""
     if not next(iter(gaps.values())).rollout_log_prob.shape[1]:
@@ -326,6 +384,7 @@ RULES: Mapping[str, Rule] = {
     "other_order": _other_order,
     "one_step": _one_step,
     "shared_shift": _shared_shift,
+    "other_std": _other_std,
     "few_samples": _few_samples,
     "stale": _stale,
 }

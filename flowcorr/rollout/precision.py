@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from flowcorr.config.engines import ENGINES, trains_coarser
@@ -93,14 +93,23 @@ def usual_gap(config: Config, scale: float | None = None) -> float:
     """
     rollout = config.rollout
     names = {rollout.dtype, config.model.dtype, "bfloat16" if config.actor.autocast else "float32"}
-    roundings = [ROUNDINGS[name] for name in names | coarse_weights(config)]
     engine = ENGINES.get(rollout.name)
-    if engine is None or not engine.shares_weights:
-        roundings.append(OTHER_PROCESS)
     if scale is None:
         scale = max(config.sampling.guidance_scale, config.sampling.true_cfg_scale)
-    largest = MARGIN * max(rounding.at(scale) for rounding in roundings)
-    return min(max(largest, NO_GAP), LARGEST_GAP)
+    apart = engine is None or not engine.shares_weights
+    return accounted_gap(names | coarse_weights(config), scale, apart=apart)
+
+
+def accounted_gap(names: Collection[str], scale: float, *, apart: bool) -> float:
+    """The largest velocity gap that roundings account for.
+
+    Args:
+        names: of `ROUNDINGS`, of both sides.
+        scale: of guidance; 1 is off, or distilled.
+        apart: whether the engine is outside the trainer's process.
+    """
+    roundings = [ROUNDINGS[name] for name in names] + [OTHER_PROCESS] * apart
+    return min(max(MARGIN * max(rounding.at(scale) for rounding in roundings), NO_GAP), LARGEST_GAP)
 
 
 def image_limit(*dtypes: str, rounding: float = 0.0) -> float:

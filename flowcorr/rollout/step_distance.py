@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from flowcorr.config.schema import SamplingConfig
-from flowcorr.sde import transition
+from flowcorr.sde import SdeType, transition
 
 # Root mean square of `x1 - x0`, at most, where the data have at most the variance of the noise.
 _VELOCITY = 1.5
@@ -24,11 +25,28 @@ def step_distance(sampling: SamplingConfig, velocity_gap: float) -> float:
     if sampling.sde_type == "cps":  # its last step has no noise, and so no log-prob
         end = min(end, sampling.num_inference_steps - 1)
     levels = 1 - torch.arange(first, end + 1, dtype=torch.float64) / sampling.num_inference_steps
-    sigma, sigma_next = levels[:-1], levels[1:]
+    return float(
+        distances(sampling.sde_type, levels[:-1], levels[1:], sampling.noise_level, velocity_gap).max()
+    )
+
+
+def distances(
+    kind: SdeType, sigma: Tensor, sigma_next: Tensor, noise_level: float, velocity_gap: float
+) -> Tensor:
+    """The largest distance of two means of each step, in stds, that a gap of their velocities makes: `[T]` float64.
+
+    Args:
+        kind: of the transition.
+        sigma, sigma_next: `[T]`, noise levels before and after the steps.
+        noise_level: `eta`.
+        velocity_gap: root mean square difference of the velocities, as a share of them.
+
+    Raises:
+        BatchError, ConfigError: see `flowcorr.sde.transition`.
+    """
     unit = torch.ones_like(sigma)[:, None]
     moved, still = (
-        transition(sampling.sde_type, 0 * unit, velocity, sigma, sigma_next, sampling.noise_level)
-        for velocity in (unit, 0 * unit)
+        transition(kind, 0 * unit, velocity, sigma, sigma_next, noise_level) for velocity in (unit, 0 * unit)
     )
     of_unit = (moved.mean - still.mean).abs()[:, 0] / moved.std
-    return float(of_unit.max()) * _VELOCITY * velocity_gap
+    return of_unit * _VELOCITY * velocity_gap

@@ -315,3 +315,22 @@ def test_where_log_probs_were_rounded_those_that_moved_by_a_unit_are_no_few_samp
         > 0
     )
     assert diagnose(rounded) == []
+
+
+@pytest.mark.parametrize("ratio", [0.93, 1.07])
+def test_stds_that_differ_are_told_by_the_log_probs_that_they_follow(ratio):
+    """The trainer's std is `ratio` times the engine's, and its means differ too."""
+    draw, size, r = torch.Generator().manual_seed(11), 4096, 0.05
+    square = 1 + math.sqrt(2 / size) * torch.randn(64, 2, generator=draw, dtype=torch.float64)
+    engine = -square / 2
+    shift = -(r**2) / 2 + r / math.sqrt(size) * torch.randn(64, 2, generator=draw, dtype=torch.float64)
+    step = Step(
+        log_probs=-square / ratio**2 / 2 - math.log(ratio) + shift,
+        rollout_log_probs=engine,
+        step_indices=torch.arange(2).expand(64, 2),
+        num_elements=size,
+    )
+    found = diagnosis.diagnose({0: step.gap()})
+    assert [finding.cause for finding in found] == ["other_std"]
+    assert found[0].numbers["std of the trainer beside the engine's"] == pytest.approx(ratio, rel=0.02)
+    assert not diagnosis.diagnose({0: replace(step, log_probs=engine + shift).gap()})

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import io
-import math
-import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,8 +25,7 @@ from torch import Tensor
 import flowcorr
 from flowcorr.instruments.audit import audit_folder
 from flowcorr.instruments.doctor import examine_dump
-from flowcorr.instruments.finding import Report
-from tests.instruments.doctor.plain_loop import LEVEL, PROMPTS, TARGETS, Loop
+from tests.instruments.doctor.plain_loop import LEVEL, Loop
 from tests.shallow import SHALLOW
 
 Plants = dict[str, Callable[[Loop, Any], Any]]
@@ -181,7 +178,9 @@ def _jpeg(size: float) -> Plants:
         for image in (images * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy():
             file = io.BytesIO()
             Image.fromarray(image).save(file, "JPEG", quality=round(100 - size))
-            found.append(torch.tensor(bytearray(Image.open(file).tobytes()), dtype=torch.uint8).view(*image.shape))
+            found.append(
+                torch.tensor(bytearray(Image.open(file).tobytes()), dtype=torch.uint8).view(*image.shape)
+            )
         return torch.stack(found).permute(0, 3, 1, 2).float() / 255
 
     return {"images": plant}
@@ -335,6 +334,19 @@ DRAWN: Sequence[Fault] = (
 
 NUMBERS: Sequence[Fault] = (
     Fault(
+        name="indices_from_one",
+        stands_for="steps of the window are counted from 1",
+        fields=("step_indices",),
+        plant=_always(captured=lambda loop, captured: {**captured, "step_indices": [2, 4]}),
+        window="middle",
+    ),
+    Fault(
+        name="length_of_prompts",
+        stands_for="prompts are padded to 77 tokens where 16 are captured",
+        fields=("max_sequence_length",),
+        plant=_always(captured=lambda loop, captured: {**captured, "max_sequence_length": 77}),
+    ),
+    Fault(
         name="noise_level",
         stands_for="the noise level is too large by this share",
         fields=("noise_level",),
@@ -471,18 +483,56 @@ def dump_fault(fault: Fault | None, size: float, folder: Path, *, seed: int = 0)
     )
 
 
-def named_by(report: Report) -> str:
-    """The causes that a report of the doctor names, in words; of findings without one, the checks that warn."""
-    causes = ", ".join(report.causes())
-    return causes or ", ".join(f"{check}: cannot be told" for check in report.causes("warning"))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What was said about a fault of one size.
+
+    Attributes:
+        size: of the fault.
+        causes: that the doctor names, in words; where it names none, the checks that warn.
+        is_named: whether it names one.
+        first_line: of the audit.
+    """
+
+    size: float
+    causes: str
+    is_named: bool
+    first_line: str
 
 
-def examined(fault: Fault | None, size: float, *, seed: int = 0) -> tuple[Report, Report]:
-    """The reports of the doctor and of the audit on a dump with a fault."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        dump_fault(fault, size, folder, seed=seed)
-        return examine_dump(folder, SHALLOW), audit_folder(folder)
+def tried(fault: Fault, *, seed: int = 0) -> Iterator[Result]:
+    """What doctor and audit say about each size of a fault."""
+    for size in fault.sizes:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            dump_fault(fault, size, folder, seed=seed)
+            doctor, audited = examine_dump(folder, SHALLOW), audit_folder(folder)
+        causes = dict.fromkeys(doctor.causes())
+        warned = dict.fromkeys(f"cannot tell ({check})" for check in doctor.causes("warning"))
+        yield Result(
+            size=size,
+            causes=", ".join(f"`{cause}`" for cause in causes) or ", ".join(warned) or "nothing",
+            is_named=bool(causes),
+            first_line=audited.verdict,
+        )
+
+
+def row(fault: Fault, results: Sequence[Result]) -> str:
+    """The row of a fault in the table of results.md."""
+    named = [result for result in results if result.is_named]
+    sizes = [result.size for result in named]
+    unnamed = [result.size for result in results if not result.is_named]
+    doctor = named[0].causes if named else results[0].causes
+    audited = sum("flowcorr doctor" in result.first_line for result in results)
+    cells = (
+        ", ".join(f"`{name}`" for name in fault.fields),
+        f"`{fault.name}`: {fault.stands_for}",
+        doctor,
+        f"{min(sizes):.3g}" if named and fault.sizes != (0.0,) else "yes" if named else "-",
+        f"{max(unnamed):.3g}" if unnamed and fault.sizes != (0.0,) else "",
+        f"{audited} of {len(results)}" if len(results) > 1 else "yes" if audited else "no",
+    )
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":
@@ -491,9 +541,8 @@ if __name__ == "__main__":
     )
     parser.add_argument("names", nargs="*", metavar="FAULT")
     arguments = parser.parse_args()
-    for fault in (*DRAWN, *NUMBERS):
-        if arguments.names and fault.name not in arguments.names:
-            continue
-        for size in fault.sizes:
-            doctor, audited = examined(fault, size)
-            print(f"{fault.name} {size:.3g} | {named_by(doctor)} | {audited.verdict}", flush=True)
+    print("| field | fault | doctor | smallest named | largest not named | audit sends to doctor |")
+    print("|---|---|---|---|---|---|")
+    for chosen in (*DRAWN, *NUMBERS):
+        if not arguments.names or chosen.name in arguments.names:
+            print(row(chosen, list(tried(chosen))), flush=True)

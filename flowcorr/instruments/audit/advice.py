@@ -17,6 +17,7 @@ from torch import Tensor, quantile
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.correction.bounds import AUTO
 from flowcorr.correction.modes import OUTLIER_Z
+from flowcorr.instruments.audit.explained import Beyond
 from flowcorr.instruments.clip_noise import clip_text
 from flowcorr.instruments.finding import Finding, Level
 from flowcorr.instruments.gap_words import two_digits
@@ -93,6 +94,7 @@ class Facts:
         older_weights: whether the weights that sample are older than those that learn.
         quantization: of the trainer's weights, where the engine's are not quantized; else `none`.
         correction: of the run; of another trainer's, its mode alone.
+        beyond: the step whose gap is farthest beyond what the run's precision explains, if there is one.
     """
 
     num_steps: int
@@ -113,6 +115,7 @@ class Facts:
     older_weights: bool = False
     quantization: str = "none"
     correction: RolloutCorrectionConfig | None = None
+    beyond: Beyond | None = None
 
     @property
     def clip_needed(self) -> float:
@@ -143,6 +146,13 @@ class Facts:
         return self.stale_nats > self.joint_nats / 2
 
     @property
+    def unexplained(self) -> bool:
+        """Whether a fault is likelier than any rounding and staleness that the run states."""
+        if self.negligible or self.systematic:
+            return False
+        return self.beyond is not None or (self.r > LARGEST_DISTANCE and self.quantization == "none")
+
+    @property
     def has_outliers(self) -> bool:
         return not self.negligible and 0 < self.outliers <= MAX_OUTLIERS
 
@@ -159,6 +169,25 @@ def advise(facts: Facts, *, of_recipe: bool = True) -> list[Finding]:
     keys = _keys(facts, kind, bypass)
     done = _in_force(facts, keys) if of_recipe else kind != "correct" and _has_mode(facts, keys)
     verdict = _verdict(facts, kind, bypass)
+    numbers = {
+        "r": facts.r,
+        "joint nats": facts.joint_nats,
+        "ESS of exact weights": facts.exact_ess,
+        "clip needed": facts.clip_needed,
+    }
+    if facts.unexplained:
+        return [
+            Finding(
+                level=LEVELS[kind],
+                cause="gap",
+                sentence="flowcorr doctor comes first: the gap is larger than the run's precision explains, so a part "
+                "of engine or trainer is wrong",
+                numbers=numbers,
+                remedy="replay captured samples, flowcorr doctor FOLDER --model PATH, or examine the engine, flowcorr "
+                "doctor RECIPE; no correction repairs a fault",
+            ),
+            Finding(level="note", cause="size", sentence=_about_gap(facts, kind)),
+        ]
     reasons = {
         "size": _about_gap(facts, kind),
         "mode": _about_mode(facts, kind, bypass),
@@ -172,12 +201,7 @@ def advise(facts: Facts, *, of_recipe: bool = True) -> list[Finding]:
             sentence=f"{verdict}; change nothing: the run does this already"
             if done and kind != "repair"
             else verdict,
-            numbers={
-                "r": facts.r,
-                "joint nats": facts.joint_nats,
-                "ESS of exact weights": facts.exact_ess,
-                "clip needed": facts.clip_needed,
-            },
+            numbers=numbers,
             remedy="" if of_recipe or done else WORDS[kind == "correct", mode],
             keys=_yaml(keys) if of_recipe and not done else "",
         )
@@ -193,6 +217,8 @@ def kind_of(facts: Facts) -> Kind:
     """`none` needed, `leave` it uncorrected, `correct` it, or `repair` its source first."""
     if facts.negligible:
         return "none"
+    if facts.unexplained:
+        return "repair"
     if facts.systematic and facts.exact_ess >= MIN_ESS:
         return "correct" if facts.densities else "leave"
     return "repair" if facts.systematic or facts.r > LARGEST_DISTANCE else "leave"
@@ -262,10 +288,15 @@ def _about_gap(facts: Facts, kind: Kind) -> str:
     if facts.systematic:
         keys = "rollout.max_staleness or rollout.staleness, whichever is set"
         return f"{gap} It is mostly staleness: lower {keys}, or actor.lr."
-    remedy = _about_quantization(facts) or (" flowcorr doctor says which part is wrong.")
+    if facts.beyond is not None:
+        at = facts.beyond
+        return (
+            f"{gap} At step {at.step_index}, where it is farthest beyond, r is {at.r:.2g}, and {at.precision} explains "
+            f"{at.limit:.2g}. If older weights sampled, dump policy_versions and version: those samples are not judged."
+        )
     return (
         f"{gap} Beyond r = {LARGEST_DISTANCE:g} no precision explains a gap, and weights cannot remove its bias."
-        f"{remedy}"
+        f"{_about_quantization(facts)}"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +10,9 @@ import torch
 
 from flowcorr.correction import OFF
 from flowcorr.dumps import DumpedTerms
+from flowcorr.dumps.replay import load_replay, replay_files
 from flowcorr.errors import ConfigError
+from flowcorr.instruments.audit.explained import Beyond, Stated, beyond
 from flowcorr.instruments.audit.judge import report_of
 from flowcorr.instruments.audit.presets import Replay, replay_presets
 from flowcorr.instruments.audit.replay import chunks
@@ -55,7 +57,8 @@ def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> Report
             "out"
         )
     judged = {step: _judged(gap).select((slice(None), trained)) for step, gap in steps.items()}
-    judged = {step: gap.select(delta(gap).isfinite().all(1)) for step, gap in judged.items()}
+    finite = {step: delta(gap).isfinite().all(1) for step, gap in judged.items()}
+    judged = {step: gap.select(finite[step]) for step, gap in judged.items()}
     judged = {step: gap for step, gap in judged.items() if gap.old_log_prob.numel()}
     if not judged:  # no sample, or no step of the window
         found = [
@@ -98,7 +101,32 @@ def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> Report
         notes=on_files(notes),
         of_recipe=run.of_flowcorr,
         ages=ages if len(ages) == len(steps) else None,
+        beyond=_beyond(
+            run,
+            {step: gap for step, gap in judged.items() if step not in unmarked},
+            {step: age[finite[step]] for step, age in ages.items() if step in finite},
+        ),
     )
+
+
+def _beyond(run: DumpedRun, gaps: Mapping[int, Terms], ages: Mapping[int, Tensor]) -> Beyond | None:
+    """The step that is beyond the run's precision, of samples of the newest weights or of weights of unknown age.
+
+    Where weights lag by configuration, the gap is not of precision alone.
+    """
+    newest = [gap.select(ages[step] <= 0) if step in ages else gap for step, gap in gaps.items()]
+    newest = [gap for gap in newest if gap.old_log_prob.numel()]
+    if not newest or run.setting.staleness > 0:
+        return None
+    return beyond(Terms.concatenate(newest), _stated(run))
+
+
+def _stated(run: DumpedRun) -> Stated:
+    """What a run states of its precision; another trainer's does with the last samples that it captured."""
+    if run.config is not None:
+        return Stated.of(run.config)
+    captured = list(replay_files(run.folder).values())
+    return Stated.of_captured(load_replay(captured[-1]) if captured else None)
 
 
 def replays_of(run: DumpedRun) -> list[Replay]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from flowcorr.instruments.audit.advice import BASIS, Facts, advise, mode_of
+from flowcorr.instruments.audit.explained import Beyond
 from flowcorr.instruments.audit.gap import joint_nats
 from flowcorr.instruments.audit.presets import Replay, preset_charts, preset_table
 from flowcorr.instruments.audit.tables import (
@@ -53,6 +54,7 @@ def report_of(
     recompute_share: float | None = None,
     of_recipe: bool = True,
     ages: Mapping[int, Tensor] | None = None,
+    beyond: Beyond | None = None,
 ) -> Report:
     """The report on a gap; without `num_elements` it holds what needs no unit of whole steps, and no advice.
 
@@ -72,6 +74,7 @@ def report_of(
         recompute_share: of the recompute pass in the time of a step, where it was timed.
         of_recipe: see `advise`.
         ages: of a dump, by training step the age of the weights that sampled, where it tells that.
+        beyond: the step whose gap is farthest beyond what the run's precision explains.
     """
     loss, limit = resolve_loss(setting.actor), ratio_limit(setting.actor)
     ratios = StartRatios.of(gap, setting.actor) if ratios is None else ratios
@@ -129,6 +132,7 @@ def report_of(
             older_weights=setting.staleness > 0 or any(fault.cause == "stale" for fault in faults),
             quantization=setting.quantization,
             correction=setting.correction,
+            beyond=beyond,
         )
         found += [
             Fact(
@@ -139,7 +143,7 @@ def report_of(
             Fact(name="outliers", value=share),
             Fact(name="outlier_band", value=band),
         ]
-        if not hidden:
+        if not hidden and not judged.unexplained:
             found += [
                 Fact(name="mode", value=mode_of(judged)),
                 Fact(name="basis", value=BASIS, text=BASIS),

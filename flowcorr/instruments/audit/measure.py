@@ -21,6 +21,7 @@ from flowcorr.algorithm.bands import WARM_UP
 from flowcorr.config.schema import Config, RolloutConfig
 from flowcorr.data import PromptStream, load_prompts
 from flowcorr.errors import ConfigError
+from flowcorr.instruments.audit.explained import Stated, beyond
 from flowcorr.instruments.audit.gap import joint_nats, measure_gap, split_gap
 from flowcorr.instruments.audit.judge import report_of
 from flowcorr.instruments.audit.presets import replay_presets
@@ -135,8 +136,8 @@ def examine_batches(
             of_engine, of_staleness = split_gap(actor, rollout, engine.history)
             engines.append(of_engine)
             stales.append(of_staleness)
-    whole = Terms.concatenate(gaps)
-    precision = joint_nats(Terms.concatenate(engines or gaps), num_elements)
+    whole, of_precision = Terms.concatenate(gaps), Terms.concatenate(engines or gaps)
+    precision = joint_nats(of_precision, num_elements)
     stale = joint_nats(Terms.concatenate(stales), num_elements) if stales else 0.0
     for _ in range(staleness, 2):  # of which the first may have warmed up
         seconds.timed("update", learn)
@@ -154,6 +155,7 @@ def examine_batches(
         notes=_on_unmeasured(whole, config),
         stale=stale,
         recompute_share=cost.share,
+        beyond=beyond(of_precision, Stated.of(config)),
     )
 
 

@@ -1,22 +1,41 @@
-"""Prompts, guidance and adapter of captured samples: with which of them does the replay agree?"""
+"""The faults that the inputs of captured samples may have: prompts, guidance, adapter, steps and schedule."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from flowcorr.instruments.doctor.findings import failed, passed, skipped, warned
-from flowcorr.instruments.doctor.legs import LegName, Legs
-from flowcorr.instruments.doctor.stack import Inputs, Stack
-from flowcorr.instruments.finding import Finding
+from flowcorr.dumps.replay import SDE_TYPES
+from flowcorr.instruments.doctor.legs import Legs
+from flowcorr.instruments.doctor.shifts import SHIFTS, own_shift, with_shift
+from flowcorr.instruments.doctor.stack import REFERENCES, Inputs, Stack
 
 _MAX_PROMPTS = 12
 _LENGTHS = (77, 128, 256, 512)
-_CLOSER = 2.0  # times, at least, that a replay comes closer once its cause is undone
+_HIGHEST_GUIDANCE = 50.0
+_LOWEST_LEVEL, _HIGHEST_LEVEL = 0.01, 5.0
+_UNGUIDED_STEPS = 3  # at either end of the schedule
+_MAX_TARGETS = 12
+_NEARLY_ONE = 1 - 2.0**-8  # as `sde.transition` has it, where steps are not tiny
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Number:
+    """A number of the inputs that may be another, and is found as the one with which the replay agrees.
+
+    Attributes:
+        inputs: the other inputs, of a number.
+        starts: numbers to begin with.
+        low, high: the range in which it means something.
+    """
+
+    inputs: Callable[[float], Inputs]
+    starts: tuple[float, ...]
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,238 +45,337 @@ class Hypothesis:
     Attributes:
         check: that fails then.
         cause: its name.
-        message: what would be wrong, in words.
+        message: with what a side would have computed, in words; `{value:.4g}` stands for a number.
         remedy: what to do then.
         inputs: the other inputs; of several, each sample may have one of its own.
         whole: whether all samples would have been made so.
+        about: the input that differs. A number is looked for only where no other hypothesis about it holds.
+        number: the number that differs, in place of `inputs`.
     """
 
     check: str
     cause: str
     message: str
     remedy: str
-    inputs: tuple[Inputs, ...]
+    inputs: tuple[Inputs, ...] = ()
     whole: bool = True
+    about: str = ""
+    number: Number | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Tried:
-    hypothesis: Hypothesis
-    score: Tensor
-    """`[n]`, the largest over the legs that differ, of the best of its inputs."""
-
-
-def hypotheses(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
-    """The faults that the inputs may have, as far as other inputs are known.
+def hypotheses(stack: Stack, legs: Legs, pool: Sequence[str]) -> Iterator[Hypothesis]:
+    """The faults that the inputs may have, as far as other inputs are known; each inputs once.
 
     A long run has more prompts than can be tried: the samples' own come first, then those of `pool` in its order.
     """
+    seen = {stack.captured}
+    families = (
+        _about_prompts(stack, pool),
+        _about_guidance(stack, pool),
+        _about_adapter(stack),
+        _about_steps(stack, legs),
+        _about_schedule(stack),
+    )
+    for hypothesis in itertools.chain(*families):
+        fresh = tuple(one for one in dict.fromkeys(hypothesis.inputs) if one not in seen)
+        if fresh or hypothesis.number is not None:
+            seen.update(fresh if hypothesis.whole else ())
+            yield replace(hypothesis, inputs=fresh)
+
+
+def _other_texts(stack: Stack, pool: Sequence[str]) -> list[str]:
     inputs = stack.captured
-    others = list(dict.fromkeys((*inputs.prompts, *inputs.negative_prompts, "", *pool)))[:_MAX_PROMPTS]
+    return list(dict.fromkeys((*inputs.prompts, *inputs.negative_prompts, "", *pool)))[:_MAX_PROMPTS]
+
+
+def _about_prompts(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
+    inputs = stack.captured
     yield Hypothesis(
         check="embeddings",
         cause="wrong_prompt",
-        message="the engine sampled with the prompts of other samples",
+        message="with the prompts of other samples",
         remedy="compare the order of prompts, embeddings and latents in the batch; embeddings of an earlier batch "
         "may have been used",
-        inputs=tuple(replace(inputs, prompts=(text,) * len(inputs.prompts)) for text in others),
+        inputs=tuple(
+            replace(inputs, prompts=(text,) * len(inputs.prompts)) for text in _other_texts(stack, pool)
+        ),
         whole=False,
     )
-    if inputs.guidance_scale != 1:
+    yield Hypothesis(
+        check="embeddings",
+        cause="wrong_prompt",
+        message="with the pooled embeddings of other samples",
+        remedy="keep the embeddings of all text encoders in one order",
+        inputs=tuple(
+            replace(inputs, pooled_prompts=(text,) * len(inputs.prompts))
+            for text in _other_texts(stack, pool)
+        ),
+        whole=False,
+    )
+    for name in REFERENCES if stack.samples.references is not None else ():
         yield Hypothesis(
-            check="guidance",
-            cause="guidance_off",
-            message=f"the engine sampled without guidance, where {inputs.guidance_scale:g} was asked for",
-            remedy="hand guidance and the negative prompt's embeddings to the engine",
-            inputs=(replace(inputs, guidance_scale=1.0),),
-        )
-    if inputs.guidance_scale != 1 and any(inputs.negative_prompts):
-        yield Hypothesis(
-            check="guidance",
-            cause="negative_prompt",
-            message="the engine sampled with an empty negative prompt",
-            remedy="hand the negative prompt's embeddings to the engine",
-            inputs=(replace(inputs, negative_prompts=("",) * len(inputs.prompts)),),
-        )
-    if inputs.adapter and not stack.adapter_is_zero:
-        yield Hypothesis(
-            check="lora",
-            cause="adapter_not_applied",
-            message="the engine sampled without the adapter",
-            remedy="load the adapter into the engine after each update, and switch it on",
-            inputs=(replace(inputs, adapter=False),),
-        )
-    for dtype in (torch.float16, torch.bfloat16):
-        name = str(dtype).removeprefix("torch.")
-        sigmas, timesteps = (
-            tuple(torch.tensor(values).to(dtype).tolist()) for values in (inputs.sigmas, inputs.timesteps)
-        )
-        if all(left > right for left, right in itertools.pairwise(sigmas)) and sigmas != inputs.sigmas:
-            yield Hypothesis(
-                check="schedule",
-                cause="rounded_sigmas",
-                message=f"the engine took its steps with sigmas rounded to {name}",
-                remedy="keep the table of sigmas in float32, and read it by step index",
-                inputs=(replace(inputs, sigmas=sigmas),),
-            )
-        if timesteps != inputs.timesteps:
-            yield Hypothesis(
-                check="schedule",
-                cause="rounded_timesteps",
-                message=f"the engine's transformer was fed timesteps rounded to {name}",
-                remedy="capture the timesteps as the transformer is fed them, and replay these in training",
-                inputs=(replace(inputs, timesteps=timesteps),),
-            )
-    if stack.own is not None and stack.own.timesteps != inputs.timesteps:
-        yield Hypothesis(
-            check="schedule",
-            cause="timesteps",
-            message="the transformer was fed the timesteps of the model's own schedule, not the captured ones",
-            remedy="make timesteps and sigmas from one schedule",
-            inputs=(replace(inputs, timesteps=stack.own.timesteps),),
+            check="embeddings",
+            cause="references",
+            message=f"with the reference images {name}",
+            remedy="hand each sample its own reference images, as they were captured: RGB, upright, in one order",
+            inputs=(replace(inputs, references=name),),
         )
     lengths = [length for length in _LENGTHS if length != inputs.max_sequence_length]
     yield Hypothesis(
         check="embeddings",
         cause="sequence_length",
-        message="the engine padded or cut prompts to another number of tokens",
+        message="with prompts padded or cut to another number of tokens",
         remedy="give both stacks one max_sequence_length, and capture it",
         inputs=tuple(replace(inputs, max_sequence_length=length) for length in lengths),
     )
 
 
-def examine_inputs(stack: Stack, legs: Legs, pool: Sequence[str]) -> dict[str, Finding]:
-    """The findings on the legs, and on prompts, guidance and adapter, by check."""
-    if not legs.known:
-        remedy = "capture latents, next_latents, sigmas and guidance_scale, so that steps can be replayed"
-        return {check: skipped("cannot tell", remedy) for check in ("log_probs", *_NEEDED)}
-    scores = legs.scores(stack.captured, legs.known)
-    bad = [leg for leg, score in scores.items() if bool((score > 1).any())]
-    if bad:
-        return _explained(stack, legs, pool, scores, bad)
-    agree: dict[str, Finding] = {
-        leg: passed(
-            f"the replay agrees; at most {float(score.max()):.2g} limits", samples=tuple(score.tolist())
+def _about_guidance(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
+    inputs, asked = stack.captured, stack.captured.guidance_scale
+    to_engine = "hand guidance and the negative prompt's embeddings to the engine"
+    distilled = stack.family.distills_guidance
+    if asked != 1:
+        yield Hypothesis(
+            check="guidance",
+            cause="guidance_off",
+            message=f"without guidance, where {asked:g} was captured",
+            remedy=to_engine,
+            inputs=(replace(inputs, guidance_scale=1.0),),
+            about="guidance_scale",
         )
-        for leg, score in scores.items()
-    }
-    return agree | {check: _told_apart(stack, legs, pool, check) for check in _NEEDED}
-
-
-def _explained(
-    stack: Stack,
-    legs: Legs,
-    pool: Sequence[str],
-    scores: dict[LegName, Tensor],
-    bad: Sequence[LegName],
-) -> dict[str, Finding]:
-    """The findings where the replay differs: the cause, if undoing it and nothing else makes the replay agree."""
-    captured = torch.stack([scores[leg] for leg in bad]).amax(0)
-    failing = captured > 1
-    tried = [_try(legs, hypothesis, bad) for hypothesis in hypotheses(stack, pool)]
-    found = {one: (one.score <= (captured / _CLOSER).clamp(max=1)) for one in tried}
-    full = [one for one in tried if bool(found[one][failing].all()) and _holds(one, failing)]
-    full.sort(key=lambda one: float(one.score.max()))
-    by_sample = [one for one in tried if not one.hypothesis.whole and one not in full]
-    partly = [one for one in by_sample if bool(found[one][failing].any())]
-    causes = {one.hypothesis.cause for one in full}
-    named = full[0] if len(causes) == 1 else partly[0] if not full and len(partly) == 1 else None
-    limits = {leg: tuple(score.tolist()) for leg, score in scores.items()}
-    findings: dict[str, Finding] = {
-        leg: passed("the replay agrees", samples=limits[leg]) for leg in scores if leg not in bad
-    }
-    evidence = f"the replay differs by {_row(captured)} limits ({', '.join(bad)})"
-    if named is None:
-        differs = "the replay differs, and none of the known causes explains it"
-        if full:
-            messages = dict.fromkeys(one.hypothesis.message for one in full)
-            differs = f"the replay differs, and several causes explain it: {'; '.join(messages)}"
-        remedy = _odd_samples(failing) + _more(stack)
-        return findings | {leg: warned(f"{differs}; {evidence}", remedy, samples=limits[leg]) for leg in bad}
-    one = named.hypothesis
-    confidence = "certain" if full else "likely"
-    for leg in bad:
-        findings[leg] = failed(
-            f"see {one.check}; {evidence}", "", cause=one.cause, confidence=confidence, samples=limits[leg]
+    if asked != 1 or distilled:
+        yield Hypothesis(
+            check="guidance",
+            cause="guidance_scale",
+            message=f"with guidance {{value:.4g}}, where {asked:g} was captured",
+            remedy="hand one guidance_scale to both stacks, and capture that of the engine",
+            about="guidance_scale",
+            number=Number(
+                inputs=lambda scale: replace(inputs, guidance_scale=scale),
+                starts=tuple(dict.fromkeys((asked, 2.0, 4.5, 7.0))),
+                low=0.0,
+                high=_HIGHEST_GUIDANCE,
+            ),
         )
-    findings[one.check] = failed(
-        f"{one.message}; {evidence}; with this undone by {_row(named.score)}",
-        one.remedy,
-        cause=one.cause,
-        confidence=confidence,
-        samples=tuple(captured.tolist()),
+    if asked == 1 or distilled:
+        return
+    total = len(inputs.timesteps)
+    for count in range(1, min(_UNGUIDED_STEPS, total - 1) + 1):
+        for where, places in (("first", range(count)), ("last", range(total - count, total))):
+            yield Hypothesis(
+                check="guidance",
+                cause="guidance_steps",
+                message=f"without guidance in the {where} {count} steps",
+                remedy="guide all steps, or replay in training as the engine samples",
+                inputs=(replace(inputs, unguided=tuple(places)),),
+            )
+    yield Hypothesis(
+        check="guidance",
+        cause="guidance_swapped",
+        message="with the two halves of guidance exchanged, away from the prompt",
+        remedy="take the halves of the batch in the order in which they were put together: the velocity is that of the "
+        "negative prompt, plus the scale times what the prompt adds",
+        inputs=(replace(inputs, swapped=True),),
     )
-    return findings
-
-
-def _row(scores: Tensor) -> str:
-    return ", ".join(f"{value:.2g}" for value in scores.tolist())
-
-
-def _holds(one: _Tried, failing: Tensor) -> bool:
-    """Whether a hypothesis about all samples also holds for the samples that agree without it."""
-    return not one.hypothesis.whole or bool((one.score <= 1).all()) or bool(failing.all())
-
-
-def _odd_samples(failing: Tensor) -> str:
-    """A hint where only a few samples differ; else empty."""
-    places = failing.nonzero().flatten().tolist()
-    if 2 * len(places) >= len(failing):
-        return ""
-    named = f"sample{'s'[: len(places) != 1]} {', '.join(map(str, places))}"
-    return f"look for what {named} of {len(failing)} alone had: a worker, its weights, a place in the batch; "
-
-
-def _more(stack: Stack) -> str:
-    missing = [line.split(";")[0].removeprefix("not captured: ") for line in stack.samples.missing()]
-    return f"capture {', '.join(missing)} too" if missing else "compare both stacks step by step"
-
-
-def _try(legs: Legs, hypothesis: Hypothesis, bad: Sequence[LegName]) -> _Tried:
-    """The scores with a hypothesis's best inputs: the same for all samples if it is about all, else by sample."""
-    found = torch.stack(
-        [torch.stack(list(legs.scores(inputs, bad).values())).amax(0) for inputs in hypothesis.inputs]
+    yield Hypothesis(
+        check="guidance",
+        cause="guidance_rescaled",
+        message="with guidance_rescale {value:.4g}: the guided velocity rescaled to the std under the prompt alone",
+        remedy="set guidance_rescale to 0 in the engine",
+        number=Number(
+            inputs=lambda share: replace(inputs, guidance_rescale=share),
+            starts=(0.3, 0.7),
+            low=1e-3,
+            high=1.0,
+        ),
     )
-    score = found[found.amax(1).argmin()] if hypothesis.whole else found.amin(0)
-    return _Tried(hypothesis=hypothesis, score=score)
+    count = len(inputs.prompts)
+    others = {
+        "an empty negative prompt": replace(inputs, negative_prompts=("",) * count),
+        "zeros for the negative prompt's embeddings": replace(inputs, negative_zeros=True),
+        **{
+            f"the negative prompt {text!r}": replace(inputs, negative_prompts=(text,) * count)
+            for text in _other_texts(stack, pool)
+        },
+    }
+    for name, other in others.items():
+        yield Hypothesis(
+            check="guidance",
+            cause="negative_prompt",
+            message=f"with {name}",
+            remedy="hand the negative prompt's embeddings to the engine",
+            inputs=(other,),
+        )
 
 
-_NEEDED = {
-    "embeddings": "prompts that the model tells apart",
-    "guidance": "guidance_scale of a run with guidance",
-    "lora": "adapter and adapter_alpha, once they have been trained",
-}
-
-
-def _told_apart(stack: Stack, legs: Legs, pool: Sequence[str], check: str) -> Finding:
-    """Healthy where the replay agrees, and would not with this input wrong; a note where nothing would tell."""
-    rivals = [one for one in hypotheses(stack, pool) if one.check == check and one.cause != "sequence_length"]
-    rivals = [replace(one, inputs=_unlike(stack, one)) for one in rivals]
-    worst = max((_effect(legs, one) for one in rivals), default=0.0)
-    if worst > 1:
-        return passed(f"as captured; with others the replay would differ by {worst:.2g} limits")
-    why = "no other choice would be seen in this precision" if rivals else "no other choice to compare with"
-    untrained = check == "lora" and bool(stack.samples.adapter) and stack.adapter_is_zero
-    if untrained:
-        why = "the adapter is still 0"
-    return skipped(
-        f"cannot tell: {why}", f"capture {_NEEDED[check]}", adapter_is_zero=True if untrained else None
+def _about_adapter(stack: Stack) -> Iterator[Hypothesis]:
+    inputs = stack.captured
+    if not inputs.adapter or stack.adapter_is_zero:
+        return
+    scale = "apply the adapter once, scaled by lora_alpha / rank, and capture that lora_alpha"
+    for cause, times, message, remedy in (
+        (
+            "adapter_not_applied",
+            0.0,
+            "without the adapter",
+            "load the adapter into the engine after each update, and switch it on",
+        ),
+        ("adapter_scale", 2.0, "with the adapter applied twice", scale),
+    ):
+        yield Hypothesis(
+            check="lora",
+            cause=cause,
+            message=message,
+            remedy=remedy,
+            inputs=(replace(inputs, adapter=times),),
+            about="adapter",
+        )
+    targets = stack.adapter_targets
+    for target in targets[:_MAX_TARGETS] if len(targets) > 1 else ():
+        yield Hypothesis(
+            check="lora",
+            cause="adapter_partial",
+            message=f"without the adapter in the layers {target}",
+            remedy="compare the engine's layer names with the names that are sent; fused projections need a mapping",
+            inputs=(replace(inputs, unadapted=target),),
+        )
+    alpha = stack.samples.adapter_alpha
+    assert alpha is not None, "`ReplaySamples` has checked it"
+    yield Hypothesis(
+        check="lora",
+        cause="adapter_scale",
+        message=f"with {{value:.4g}} times the strength of the adapter that adapter_alpha={alpha:g} gives",
+        remedy=scale,
+        about="adapter",
+        number=Number(
+            inputs=lambda times: replace(inputs, adapter=times), starts=(1.0, 0.5), low=0.0, high=64.0
+        ),
     )
 
 
-def _unlike(stack: Stack, hypothesis: Hypothesis) -> tuple[Inputs, ...]:
-    """Inputs that differ from the captured ones; of many other prompts, one is enough."""
-    own = set(stack.captured.prompts)
-    if hypothesis.check != "embeddings":
-        return hypothesis.inputs
-    count = len(stack.captured.prompts)
-    rolled = stack.captured.prompts[1:] + stack.captured.prompts[:1]
-    if len(own) > 1:
-        return (replace(stack.captured, prompts=rolled),)
-    others = [one for one in hypothesis.inputs if one.prompts != stack.captured.prompts]
-    return tuple(others[:1]) or (replace(stack.captured, prompts=("",) * count),)
+def _about_steps(stack: Stack, legs: Legs) -> Iterator[Hypothesis]:
+    """The initial noise, and the transition of the window's steps, which moves no leg outside it."""
+    inputs = stack.captured
+    yield Hypothesis(
+        check="before",
+        cause="initial_noise_scale",
+        message="from {value:.4g} times the captured initial noise",
+        remedy="begin at standard normal noise, which the scheduler of a flow does not scale, and capture it",
+        number=Number(
+            inputs=lambda scale: replace(inputs, initial_scale=scale), starts=(1.0,), low=0.01, high=1000.0
+        ),
+    )
+    if "log_probs" not in legs.known:
+        return
+    level, sigmas = inputs.noise_level, inputs.sigmas
+    assert level is not None, "`known` says so"
+    for kind in SDE_TYPES:
+        to_zero = kind == "cps" and (level > 1 or not sigmas[stack.steps[-1] + 1] > 0)
+        if not to_zero:
+            yield Hypothesis(
+                check="transition",
+                cause="sde_type",
+                message=f"with sde_type {kind}, where {inputs.sde_type} was captured",
+                remedy="give both stacks one sde_type, and capture that of the engine",
+                inputs=(replace(inputs, sde_type=kind),),
+            )
+    highest = 1.0 if inputs.sde_type == "cps" else _HIGHEST_LEVEL
+    told = legs.convention is not None or stack.samples.log_probs is not None
+    yield Hypothesis(
+        check="transition",
+        cause="noise_level",
+        message=f"with noise level {{value:.4g}}, where {level:g} was captured"
+        + ("" if told else "; or its step noise is too large by their ratio, which log_probs would tell"),
+        remedy="give both stacks one noise_level, and capture that of the engine",
+        number=Number(
+            inputs=lambda other: replace(inputs, noise_level=other),
+            starts=(level, min(highest, level * legs.spread(inputs))),
+            low=_LOWEST_LEVEL,
+            high=highest,
+        ),
+    )
+    if inputs.sde_type == "sde" and stack.steps[0] == 0 and sigmas[0] > _NEARLY_ONE:
+        yield Hypothesis(
+            check="transition",
+            cause="sigma_max",
+            message="with {value:.4g} in place of the first sigma, 1, where the replay takes the second "
+            f"sigma, {sigmas[1]:.4g}",
+            remedy="take the second sigma there, as flow_grpo does, in both stacks",
+            number=Number(
+                inputs=lambda other: replace(inputs, sigma_max=other),
+                starts=(0.9, 0.98, 0.99, 0.999),
+                low=0.5,
+                high=1 - 1e-6,
+            ),
+        )
 
 
-def _effect(legs: Legs, hypothesis: Hypothesis) -> float:
-    (inputs, *_) = hypothesis.inputs
-    return max(float(score.max()) for score in legs.scores(inputs, legs.known).values())
+def _about_schedule(stack: Stack) -> Iterator[Hypothesis]:
+    inputs = stack.captured
+    for dtype in (torch.float16, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        sigmas, timesteps = (
+            tuple(torch.tensor(values).to(dtype).tolist()) for values in (inputs.sigmas, inputs.timesteps)
+        )
+        if all(left > right for left, right in itertools.pairwise(sigmas)):
+            yield Hypothesis(
+                check="schedule",
+                cause="rounded_sigmas",
+                message=f"with sigmas rounded to {name}",
+                remedy="keep the table of sigmas in float32, and read it by step index",
+                inputs=(replace(inputs, sigmas=sigmas),),
+            )
+        yield Hypothesis(
+            check="schedule",
+            cause="rounded_timesteps",
+            message=f"with timesteps rounded to {name}",
+            remedy="capture the timesteps as the transformer is fed them, and replay these in training",
+            inputs=(replace(inputs, timesteps=timesteps),),
+        )
+    if stack.own is not None:
+        yield Hypothesis(
+            check="schedule",
+            cause="timesteps",
+            message="with the timesteps of the model's own schedule, not the captured ones",
+            remedy="make timesteps and sigmas from one schedule",
+            inputs=(replace(inputs, timesteps=stack.own.timesteps),),
+        )
+    times = inputs.timesteps
+    for name, others in {
+        "cut to whole numbers": tuple(float(int(time)) for time in times),
+        "rounded to whole numbers": tuple(float(round(time)) for time in times),
+        "divided by 1000": tuple(time / 1000 for time in times),
+        "of the next step": (*times[1:], 0.0),
+        "of the step before": (*times[:1], *times[:-1]),
+    }.items():
+        yield Hypothesis(
+            check="schedule",
+            cause="timesteps",
+            message=f"with timesteps {name}",
+            remedy="feed the transformer the timesteps of its own step, as the scheduler has them, and capture these",
+            inputs=(replace(inputs, timesteps=others),),
+        )
+    if stack.own is None or "shift" not in stack.family.pipeline.scheduler.config:
+        return
+    own = own_shift(stack.family, stack.latent_shape)
+
+    def shifted(shift: float) -> Inputs:
+        found = with_shift(stack.family, len(times), stack.latent_shape, shift)
+        if found is None:
+            return inputs
+        return replace(inputs, sigmas=found.sigmas, timesteps=found.timesteps)
+
+    yield Hypothesis(
+        check="schedule",
+        cause="wrong_shift",
+        message="with a schedule of shift {value:.4g}, where another was captured: the model's own is "
+        f"{own:.4g}",
+        remedy="make the schedule of both stacks from the model's own scheduler, and capture that of the engine",
+        about="schedule",
+        number=Number(
+            inputs=shifted,
+            starts=tuple(own * factor for factor in (1.0, 0.5, 2.0, 1 / 3, 3.0)),
+            low=SHIFTS[0],
+            high=SHIFTS[1],
+        ),
+    )

@@ -4,7 +4,7 @@
 |---|---|---|
 | `before` | initial noise | latents before the window's first step |
 | `log_probs` | the window's latents before and after each step | the engine's log-probs |
-| `between` | latents after a step of the window | latents before its next one |
+| `between` | latents after a step of the window | latents before its next one, the same if no step lies between |
 | `after` | latents after the window's last step | final latents |
 
 The limit of a leg follows from the relative error of a velocity in the precision of the coarser stack.
@@ -12,16 +12,18 @@ The limit of a leg follows from the relative error of a velocity in the precisio
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from flowcorr import sde
 from flowcorr.dumps.replay import ReplaySamples
+from flowcorr.errors import FlowcorrError
 from flowcorr.instruments.doctor.stack import Inputs, Stack
 from flowcorr.instruments.stored import rounding_of, stored_in
 from flowcorr.sde.log_prob import HALF_LOG_TWO_PI
@@ -33,6 +35,8 @@ _ULP = 2.0**-23  # of float32
 _BEYOND = 1e9  # limits, of values that are not finite
 # Rounding of latents adds to that of a velocity on a leg; float32 stacks stay below a tenth of this.
 _PATH_FACTOR = 50.0
+_BY_SAMPLE = ("_noise", "_final", "_before", "_after", "_log_probs")
+_OF_WINDOW = ("_limits", "square", "std", "step", "noise")
 _NOISE_ERRORS = 6.0  # standard errors of the spread of noise
 
 
@@ -45,21 +49,31 @@ class Convention:
         scaled: whether the square is divided by `2 s^2`.
         normaliser: which of `- log s` and `- log(2 pi) / 2` are added.
         summed: whether it is a sum over the latent instead of a mean.
+        times: factor of a mean, such as the number of channels, over which a sum was taken.
+        per_step: whether the std lacks the root of the step.
     """
 
     name: str
     scaled: bool = True
     normaliser: Literal["full", "std", "none"] = "full"
     summed: bool = False
+    times: int = 1
+    per_step: bool = False
 
-    def of(self, square: Tensor, std: Tensor, num_elements: int) -> Tensor:
+    def of(self, square: Tensor, std: Tensor, step: Tensor, num_elements: int) -> Tensor:
         """Log-probs `[n, T]`."""
+        if self.per_step:
+            square, std = square * step, std / step.sqrt()
         value = -square / 2 if self.scaled else -square * std.square()
         if self.normaliser != "none":
             value = value - std.log()
         if self.normaliser == "full":
             value = value - HALF_LOG_TWO_PI
-        return value * num_elements if self.summed else value
+        return value * self.factor(num_elements)
+
+    def factor(self, num_elements: int) -> int:
+        """Times that a mean over the elements is taken."""
+        return num_elements if self.summed else self.times
 
 
 MEAN = Convention(name="means with their normaliser")
@@ -72,24 +86,36 @@ CONVENTIONS: tuple[Convention, ...] = (
     Convention(name="sums without - log s - log(2 pi) / 2", normaliser="none", summed=True),
     Convention(name="sums without - log(2 pi) / 2", normaliser="std", summed=True),
     Convention(name="sums without 1 / (2 s^2)", scaled=False, normaliser="none", summed=True),
+    Convention(name="means of a density whose std lacks the root of the step", per_step=True),
 )
 
 
 class Legs:
     """The legs of captured samples, as far as they can be replayed.
 
+    Args:
+        stack: replays them.
+        velocity_error: relative error of a velocity that is explained; the stack's by default.
+        log_probs: `[n, T]` of the trainer, which are judged in place of the engine's, and no other leg.
+
     Attributes:
         known: the legs that can be judged.
         convention: what the captured log-probs are; None where that is not known.
-        square, std, noise: of the window's steps, where log-probs are judged: mean squares of their noise and stds
-            `[n, T]`, and the noise `[n, T, *L]`.
+        square, std, step, noise: of the window's steps, where log-probs are judged: mean squares of their noise, stds
+            and sizes `[n, T]`, and the noise `[n, T, *L]`.
         agrees: whether the window's replay agrees with the capture.
     """
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(
+        self, stack: Stack, velocity_error: float | None = None, *, log_probs: Tensor | None = None
+    ) -> None:
         self._stack, samples = stack, stack.samples
+        self._error = stack.velocity_error if velocity_error is None else velocity_error
         self._noise, self._final = stack.tensor("initial_noise"), stack.tensor("final_latents")
-        log_probs = samples.tensors().get("log_probs")
+        of_engine, log_probs = (
+            log_probs is None,
+            samples.tensors().get("log_probs") if log_probs is None else log_probs,
+        )
         self._before, self._after, self._log_probs = (
             None if values is None else values[:, : len(stack.steps)]
             for values in (
@@ -107,43 +133,84 @@ class Legs:
             known.append("before")
             if samples.noise_level is not None and samples.sigmas is not None:
                 known.append("log_probs")
-            if any(right - left > 1 for left, right in itertools.pairwise(steps)):
+            if len(steps) > 1:
                 known.append("between")
             if self._final is not None:
                 known.append("after")
+        known = known if of_engine else [leg for leg in known if leg == "log_probs"]
         self.known: tuple[LegName, ...] = tuple(known)
         self.convention: Convention | None = None
         self.agrees = False
+        self._velocities: dict[Inputs, Tensor] = {}
+        self._rows = list(range(len(samples.prompts)))
         if "log_probs" in known:
             step, velocity = self._transition(stack.captured)
-            self._limits = self._limits_of(step, velocity)
             self.square, self.std, self.noise = self._squares(step)
+            self._limits = self._limits_of(step, velocity, self.square)
+            self.step = step.step
             self.convention = self._fitting_convention()
-            self.agrees = bool((self._window(stack.captured) <= 1).all())
+            self.agrees = bool((self._window(stack.captured).abs() <= 1).all())
+
+    @property
+    def num_samples(self) -> int:
+        """Captured samples that are judged."""
+        return len(self._rows)
+
+    def of_samples(self, rows: Sequence[int]) -> Legs:
+        """The same legs of some samples alone."""
+        part = copy.copy(self)
+        part._rows, part._velocities = [self._rows[row] for row in rows], {}
+        for name in (*_BY_SAMPLE, *(_OF_WINDOW if "log_probs" in self.known else ())):
+            value = getattr(self, name)
+            setattr(part, name, None if value is None else value[list(rows)])
+        return part
 
     def scores(self, inputs: Inputs, legs: Sequence[LegName]) -> dict[LegName, Tensor]:
         """`[n]` float64 by leg: the gap of each sample in limits, the largest over its steps."""
-        return {leg: self._window(inputs) if leg == "log_probs" else self._path(leg, inputs) for leg in legs}
+        return {
+            leg: self._window(inputs).abs().amax(1)
+            if leg == "log_probs"
+            else self._path(leg, inputs).norm(dim=1).clamp(max=_BEYOND)
+            for leg in legs
+        }
+
+    def residuals(self, inputs: Inputs, legs: Sequence[LegName]) -> Tensor:
+        """All differences of the legs in limits, with their signs: `[n, m]` float64."""
+        parts = [self._window(inputs) if leg == "log_probs" else self._path(leg, inputs) for leg in legs]
+        return torch.cat(parts, 1)
+
+    def spread(self, inputs: Inputs) -> float:
+        """Root mean square of the noise of the window's steps under `inputs`: 1 where their stds are right."""
+        return float(self._squares(self._transition(inputs)[0])[0].mean().sqrt())
 
     def _transition(self, inputs: Inputs) -> tuple[sde.Transition, Tensor]:
         """The window's steps under `inputs`, in float64, and velocities `[n, T, *L]`."""
         assert self._before is not None
         stack, steps = self._stack, self._stack.steps
         n, count = self._before.shape[:2]
-        velocity = stack.velocity(
-            self._before.flatten(0, 1),
-            steps * n,
-            [row for row in range(n) for _ in range(count)],
-            inputs,
-        ).view_as(self._before)
+        if inputs.of_velocity not in self._velocities:
+            # Those of the captured inputs are asked for again and again, and the latest ones with other numbers.
+            for other in [*self._velocities][1:-1]:
+                del self._velocities[other]
+            rows = [row for row in self._rows for _ in range(count)]
+            self._velocities[inputs.of_velocity] = stack.velocity(
+                self._before.flatten(0, 1), steps * n, rows, inputs
+            ).view_as(self._before)
+        velocity = self._velocities[inputs.of_velocity]
         sigmas = torch.tensor(inputs.sigmas, dtype=torch.float64, device=stack.device)
         sigma, following = (
             sigmas[[index + offset for index in steps]].expand(n, -1).contiguous() for offset in (0, 1)
         )
-        level = stack.samples.noise_level
-        assert level is not None, "`known` says so"
-        kind = cast(sde.SdeType, stack.samples.sde_type)
-        step = sde.transition(kind, self._before.double(), velocity.double(), sigma, following, level)
+        assert inputs.noise_level is not None, "`known` says so"
+        step = sde.transition(
+            inputs.sde_type,
+            self._before.double(),
+            velocity.double(),
+            sigma,
+            following,
+            inputs.noise_level,
+            sigma_max=inputs.sigma_max,
+        )
         return step, velocity.double()
 
     def _squares(self, step: sde.Transition) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,31 +219,61 @@ class Legs:
         noise = sde.added_noise(self._after.double(), step)
         return mean_over_elements(noise.square(), 2), step.std, noise
 
-    def _limits_of(self, step: sde.Transition, velocity: Tensor) -> Tensor:
+    def _limits_of(self, step: sde.Transition, velocity: Tensor, square: Tensor) -> Tensor:
         """`[n, T]`, the largest difference of mean-pooled log-probs that rounding explains.
 
-        An error of the mean by `r` stds moves a log-prob by `r^2 / 2`, and by `r / sqrt(D)` times a normal variable.
+        An error of the mean by `r` stds moves a log-prob by `r^2 / 2`, and by `r / sqrt(D)` times a normal variable of
+        the spread of the noise.
         """
         assert self._before is not None
-        error = self._stack.velocity_error
+        error = self._error
         # The mean moves by about the step times the error of the velocity.
         size = mean_over_elements(velocity.square(), 2) * (error * step.step).square()
         size = size + mean_over_elements(self._before.double().square(), 2) * self._stored**2
         r = size.sqrt() / step.std
         elements = self._before[0, 0].numel()
         rounding = 4 * _ULP * (1 + step.std.log().abs())
-        return r.square() / 2 + 4 * r / elements**0.5 + rounding
+        spread = square.sqrt().clamp(min=1)
+        return r.square() / 2 + 4 * r * spread / elements**0.5 + rounding * spread.square()
 
     def _fitting_convention(self) -> Convention | None:
-        """The convention with which the replay agrees in the most samples; `MEAN` where it does with none."""
+        """The convention with which the replay agrees in the most samples; None where it does with none."""
         if self._log_probs is None:
             return None
-        counts = {
-            convention: int((self._gap(convention, self.square, self.std) <= 1).sum())
-            for convention in CONVENTIONS
+        gaps = {
+            convention: self._gap(convention, self.square, self.std, self.step, self._limits).abs().amax(1)
+            for convention in self._conventions
         }
-        best = max(CONVENTIONS, key=lambda convention: counts[convention])
-        return best if counts[best] else MEAN
+        counts = {convention: int((gap <= 1).sum()) for convention, gap in gaps.items()}
+        best = max(counts, key=lambda convention: counts[convention])
+        return best if counts[best] else None
+
+    @property
+    def _conventions(self) -> Sequence[Convention]:
+        """All that a log-prob may be, sums over the channels alone among them."""
+        channels = self._stack.latent_shape[0]
+        by_channel = Convention(name="sums over the channels of means over places", times=channels)
+        return (*CONVENTIONS, by_channel)
+
+    @property
+    def reordered(self) -> str:
+        """The axis along which captured log-probs are those of another place, in words; empty where they are not."""
+        if self._log_probs is None:
+            return ""
+        for axis, words in ((1, "steps of the window"), (0, "samples")):
+            for places in range(1, self._claimed.shape[axis]):
+                moved = self._claimed.roll(places, axis)
+                scored = self.square, self.std, self.step, self._limits
+                inner = self._gap(MEAN, *scored, claimed=moved).narrow(
+                    axis, places, moved.shape[axis] - places
+                )
+                if inner.shape[axis] > 1 and bool((inner.abs() <= 1).all()):
+                    return words
+                back = self._gap(MEAN, *scored, claimed=self._claimed.roll(-places, axis))
+                inner = back.narrow(axis, 0, moved.shape[axis] - places)
+                if inner.shape[axis] > 1 and bool((inner.abs() <= 1).all()):
+                    return words
+        return ""
 
     @property
     def _elements(self) -> int:
@@ -189,29 +286,46 @@ class Legs:
         return self._log_probs
 
     def _window(self, inputs: Inputs) -> Tensor:
-        step, _ = self._transition(inputs)
+        """`[n, T]`, differences of the window's log-probs from the captured ones, in limits."""
+        try:
+            step, velocity = self._transition(inputs)
+        except FlowcorrError:  # a step that has no density, or no noise level of its kind
+            return torch.full_like(self.square, _BEYOND)
         square, std, _ = self._squares(step)
-        if self.convention is None:
+        limits = self._limits_of(step, velocity, square)
+        if self._log_probs is None:
             # Without log-probs there is the spread of noise, of which chance explains more.
-            limit = 2 * self._limits + _NOISE_ERRORS * (2 / self._elements) ** 0.5
-            return _in_limits((square - 1).abs(), limit).amax(1)
-        return self._gap(self.convention, square, std)
+            limit = 2 * limits + _NOISE_ERRORS * (2 / self._elements) ** 0.5
+            return _in_limits(square - 1, limit)
+        # Where no convention fits the captured inputs, each may be that of others.
+        conventions = self._conventions if self.convention is None else (self.convention,)
+        gaps = [self._gap(convention, square, std, step.step, limits) for convention in conventions]
+        return min(gaps, key=lambda gap: float(gap.abs().max()))
 
-    def _gap(self, convention: Convention, square: Tensor, std: Tensor) -> Tensor:
-        """Difference `[n]` of the captured log-probs from those of a convention, in units of the limit."""
-        scale = self._elements if convention.summed else 1
-        gap = (self._claimed - convention.of(square, std, self._elements)).abs() / scale
-        rounding = _ULP * self._claimed.abs() / scale
-        return _in_limits(gap, self._limits + rounding).amax(1)
+    def _gap(
+        self,
+        convention: Convention,
+        square: Tensor,
+        std: Tensor,
+        step: Tensor,
+        limits: Tensor,
+        claimed: Tensor | None = None,
+    ) -> Tensor:
+        """Difference `[n, T]` of the captured log-probs from those of a convention, in units of the limit."""
+        claimed = self._claimed if claimed is None else claimed
+        scale = convention.factor(self._elements)
+        gap = (claimed - convention.of(square, std, step, self._elements)) / scale
+        rounding = _ULP * claimed.abs() / scale
+        return _in_limits(gap, limits + rounding)
 
     def _path(self, leg: LegName, inputs: Inputs) -> Tensor:
-        """Distance of a replayed leg from the captured one, as a share of the leg, in units of the limit."""
+        """`[n, m]`, the replayed end of a leg less the captured one, in units of the limit of their distance."""
         assert self._before is not None
         assert self._after is not None
         assert self._noise is not None
         steps, total = self._stack.steps, len(inputs.timesteps)
         if leg == "before":
-            parts = [(self._noise, self._before[:, 0], range(steps[0]))]
+            parts = [(inputs.initial_scale * self._noise, self._before[:, 0], range(steps[0]))]
         elif leg == "after":
             assert self._final is not None
             parts = [(self._after[:, -1], self._final, range(steps[-1] + 1, total))]
@@ -225,23 +339,21 @@ class Legs:
         for begin, end, indices in parts:
             latents = begin
             for index in indices:
-                drift = self._stack.velocity(
-                    latents, [index] * len(latents), list(range(len(latents))), inputs
-                )
+                drift = self._stack.velocity(latents, [index] * len(latents), self._rows, inputs)
                 latents = latents - (inputs.sigmas[index] - inputs.sigmas[index + 1]) * drift
             gaps.append((latents - end).flatten(1).double())
             ways.append((end - begin).flatten(1).double())
             sizes.append(end.flatten(1).double())
-        gap, way, size = (torch.cat(values, 1).norm(dim=1) for values in (gaps, ways, sizes))
-        error = _PATH_FACTOR * min(self._stack.velocity_error, 1 / (2 * _PATH_FACTOR))
+        way, size = (torch.cat(values, 1).norm(dim=1) for values in (ways, sizes))
+        error = _PATH_FACTOR * min(self._error, 1 / (2 * _PATH_FACTOR))
         has_steps = any(len(indices) for *_, indices in parts)
         limit = error * way * has_steps + (2 * self._stored + 16 * _ULP) * size
-        return _in_limits(gap, limit)
+        return _in_limits(torch.cat(gaps, 1), limit[:, None])
 
 
 def _in_limits(gap: Tensor, limit: Tensor | float) -> Tensor:
     """`gap / limit`, and `_BEYOND` where that is not finite."""
-    return (gap / limit).nan_to_num(_BEYOND, posinf=_BEYOND)
+    return (gap / limit).nan_to_num(_BEYOND, posinf=_BEYOND, neginf=-_BEYOND)
 
 
 def rounding_notes(samples: ReplaySamples) -> list[str]:

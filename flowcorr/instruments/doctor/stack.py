@@ -2,54 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
+from flowcorr import sde
 from flowcorr.config.schema import LoraConfig
-from flowcorr.dumps.replay import ReplaySamples
+from flowcorr.dumps.replay import COUNT, ReplaySamples
 from flowcorr.errors import ConfigError
 from flowcorr.lora import ADAPTER, adapter_state, add_adapter
 from flowcorr.models import DTYPES, Conditioning, Guidance, ModelFamily, Schedule
 from flowcorr.models.adapter_files import plain_name
+from flowcorr.models.base import with_negative
 from flowcorr.records import Prompt
 from flowcorr.references import Reference
+from flowcorr.sde.transition import over_elements
 
 # Relative error of a velocity: of two float32 stacks, of one whose weights and activations are rounded.
 VELOCITY_ERROR = {"float32": 2e-6, "float16": 2.5e-3, "bfloat16": 2e-2}
 _BATCH = 8  # samples of a forward pass
+_MAX_FRAMES = 1024  # of a video whose number is looked for
+REFERENCES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "": lambda pixels: pixels,
+    "with red and blue exchanged": lambda pixels: pixels.flip(-1),
+    "mirrored": lambda pixels: pixels.flip(-2),
+    "upside down": lambda pixels: pixels.flip(-3),
+    **{
+        f"of the sample {place} before": partial(torch.roll, shifts=place, dims=0)
+        for place in range(1, COUNT)
+    },
+}
+"""Changes of the reference images `[B, R, H, W, 3]` that an engine may make, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What velocities depend on besides latents; one value of each, or one a sample.
+    """What steps depend on besides latents; one value of each, or one a sample.
 
     Attributes:
         prompts: one a sample.
+        pooled_prompts: one a sample, of pooled embeddings; None where they are those of `prompts`.
+        initial_scale: factor of the initial noise.
         guidance_scale: of all.
         negative_prompts: one a sample.
-        adapter: whether it is on.
+        unguided: places in the schedule of steps without guidance.
+        guidance_rescale: share of the guided velocity that is rescaled to the std under the prompt alone.
+        negative_zeros: whether the negative prompt's embeddings are zeros.
+        swapped: whether prompt and negative prompt are exchanged.
+        adapter: times that the adapter is applied: 1, or 0 without one.
+        unadapted: the end of the names of layers without the adapter; empty where all have it.
+        references: a change of the reference images, a key of `REFERENCES`.
         max_sequence_length: of the long text encoder.
         timesteps: `[N]` of the schedule, as the transformer is fed.
         sigmas: `[N + 1]` of the schedule, as steps are taken.
+        noise_level, sde_type: of the window's steps.
+        sigma_max: see `flowcorr.sde.transition`.
     """
 
     prompts: tuple[str, ...]
+    pooled_prompts: tuple[str, ...] | None = None
+    initial_scale: float = 1.0
     guidance_scale: float
     negative_prompts: tuple[str, ...]
-    adapter: bool
+    unguided: tuple[int, ...] = ()
+    guidance_rescale: float = 0.0
+    negative_zeros: bool = False
+    swapped: bool = False
+    adapter: float
+    unadapted: str = ""
+    references: str = ""
     max_sequence_length: int | None
     timesteps: tuple[float, ...]
     sigmas: tuple[float, ...]
+    noise_level: float | None
+    sde_type: sde.SdeType
+    sigma_max: float | None = None
+
+    @property
+    def of_velocity(self) -> Inputs:
+        """The same for all inputs that give the same velocities."""
+        return replace(self, initial_scale=1.0, sigmas=(), noise_level=None, sde_type="sde", sigma_max=None)
 
 
 class Stack:
@@ -74,7 +116,7 @@ class Stack:
         images = samples.images
         assert isinstance(images, Tensor)
         height, width = images.shape[-3:-1]
-        num_frames = images.shape[1] if images.dim() == 5 else None
+        num_frames = _num_frames(family, samples) if images.dim() == 5 else None
         self.latent_shape = family.sample_shape(height, width, num_frames)
         family.reference_size = (height, width)
         with self._prompt(samples.prompts[0], 0) as prompt:
@@ -91,17 +133,19 @@ class Stack:
             negative_prompts=(negative,) * len(samples.prompts)
             if isinstance(negative, str)
             else tuple(negative),
-            adapter=bool(samples.adapter),
+            adapter=float(bool(samples.adapter)),
             max_sequence_length=samples.max_sequence_length,
             timesteps=own.timesteps if timesteps is None else tuple(timesteps.tolist()),
             sigmas=own.sigmas if sigmas is None else tuple(sigmas.tolist()),
+            noise_level=samples.noise_level,
+            sde_type=cast(sde.SdeType, samples.sde_type),
         )
         of_engine = VELOCITY_ERROR[samples.dtype or "bfloat16"]
         of_stack = VELOCITY_ERROR[str(family.dtype).removeprefix("torch.")]
         self.velocity_error = max(of_engine, of_stack)
         if samples.adapter:
             load_adapter(family, samples)
-        self._encoded: dict[tuple[str, str, int, float, int | None], Conditioning] = {}
+        self._encoded: dict[tuple[Any, ...], Conditioning] = {}
 
     @property
     def device(self) -> torch.device:
@@ -140,31 +184,58 @@ class Stack:
         self, latents: Tensor, indices: Sequence[int], rows: Sequence[int], inputs: Inputs
     ) -> Tensor:
         """Velocities `[b, *L]` at `latents` `[b, *L]`, of samples `rows` at steps `indices` of the schedule."""
-        scale: dict[str, Any] = {self.family.guidance_key: inputs.guidance_scale}
-        guidance = Guidance(**scale)
-        computed = self.family.guidance_in_dtype(guidance, DTYPES[self.samples.dtype or "float32"])
+        asked_guidance = self._guidance(inputs.guidance_scale)
+        guidance = self.family.guidance_in_dtype(asked_guidance, DTYPES[self.samples.dtype or "float32"])
         asked = [
             (inputs.prompts[row], inputs.negative_prompts[row], self._source(row, inputs.prompts[row]))
             for row in rows
         ]
-        known = {
-            one: self._conditioning(*one, guidance, inputs.max_sequence_length)
-            for one in dict.fromkeys(asked)
-        }
+        pooled = asked
+        if inputs.pooled_prompts:
+            pooled = [(inputs.pooled_prompts[row], inputs.negative_prompts[row], row) for row in rows]
+        known = {one: self._conditioning(*one, inputs) for one in dict.fromkeys((*asked, *pooled))}
         found = []
-        with self._adapter(on=inputs.adapter):
+        with self._adapter(inputs):
             for start in range(0, len(rows), _BATCH):
                 part = slice(start, start + _BATCH)
                 conditioning = {
-                    name: torch.cat([known[one][name] for one in asked[part]]) for name in known[asked[0]]
-                }
-                times = torch.tensor([inputs.timesteps[index] for index in indices[part]], device=self.device)
-                found.append(
-                    self.family.velocity(
-                        self.family.transformer, latents[part], times, conditioning, computed
+                    name: torch.cat(
+                        [known[one][name] for one in (pooled if name.startswith("pooled") else asked)[part]]
                     )
+                    for name in known[asked[0]]
+                }
+                has_guidance = torch.tensor(
+                    [index not in inputs.unguided for index in indices[part]], device=self.device
                 )
+                times = torch.tensor([inputs.timesteps[index] for index in indices[part]], device=self.device)
+                found.append(self._guided(latents[part], times, conditioning, guidance, inputs, has_guidance))
         return torch.cat(found)
+
+    def _guided(
+        self,
+        latents: Tensor,
+        timesteps: Tensor,
+        conditioning: Conditioning,
+        guidance: Guidance,
+        inputs: Inputs,
+        has_guidance: Tensor,
+    ) -> Tensor:
+        """`ModelFamily.velocity`, at any scale of guidance; without it where `has_guidance` `[b]` is false."""
+        family, given = self.family, (latents, timesteps, conditioning)
+        if not any(name.startswith("negative_") for name in conditioning):
+            return family.predict(family.transformer, *given, guidance)
+        negative, positive = family.predict(family.transformer, *with_negative(*given), guidance).chunk(2)
+        if inputs.swapped:
+            negative, positive = positive, negative
+        velocity = family.guide(negative, positive, inputs.guidance_scale)
+        if inputs.guidance_rescale:
+            ratio = positive.flatten(1).std(1) / velocity.flatten(1).std(1)
+            velocity = velocity * over_elements(1 + inputs.guidance_rescale * (ratio - 1), velocity)
+        return torch.where(over_elements(has_guidance, velocity), velocity, positive)
+
+    def _guidance(self, scale: float) -> Guidance:
+        changed: dict[str, Any] = {self.family.guidance_key: scale}
+        return Guidance(**changed)
 
     def _source(self, row: int, text: str) -> int:
         """The sample whose reference images belong to a text: one that was captured with it, else `row` itself."""
@@ -172,50 +243,92 @@ class Stack:
         return captured.index(text) if text != captured[row] and text in captured else row
 
     @contextmanager
-    def _prompt(self, text: str, source: int) -> Iterator[Prompt]:
-        """A text with the captured reference images of a sample, which are files meanwhile."""
+    def _prompt(self, text: str, source: int, change: str = "") -> Iterator[Prompt]:
+        """A text with the reference images of a sample, changed as `REFERENCES` says; they are files meanwhile."""
+        references = self.samples.tensors().get("references")
+        references = None if references is None else REFERENCES[change](references)
         with TemporaryDirectory() as folder:
             images = []
-            for place, pixels in enumerate(
-                () if self.samples.references is None else self.samples.references[source]
-            ):
+            for place, pixels in enumerate(() if references is None else references[source]):
                 path = Path(folder) / f"{place}.png"
                 Image.fromarray(np.asarray(pixels)).save(path)
                 images.append(Reference.of(path))
             yield Prompt(text=text, images=tuple(images))
 
-    def _conditioning(
-        self, text: str, negative: str, source: int, guidance: Guidance, length: int | None
-    ) -> Conditioning:
-        key = (text, negative, source, getattr(guidance, self.family.guidance_key), length)
+    def _conditioning(self, text: str, negative: str, source: int, inputs: Inputs) -> Conditioning:
+        # Embeddings depend on whether there is guidance, and not on its scale.
+        guided = inputs.guidance_scale != 1 and not self.family.distills_guidance
+        length = inputs.max_sequence_length
+        key = (text, negative, source, guided, inputs.negative_zeros, inputs.references, length)
         if key not in self._encoded:
             before, self.family.text_tokens = self.family.text_tokens, self.family.count_text_tokens(length)
             try:
-                with self._prompt(text, source) as prompt:
-                    self._encoded[key] = self.family.encode(
-                        [replace(prompt, negative_prompt=negative)], guidance
+                with self._prompt(text, source, inputs.references) as prompt:
+                    found = self.family.encode(
+                        [replace(prompt, negative_prompt=negative)],
+                        self._guidance(2.0 if guided else inputs.guidance_scale),
                     )
             finally:
                 self.family.text_tokens = before
+            self._encoded[key] = {
+                name: torch.zeros_like(value)
+                if inputs.negative_zeros and name.startswith("negative_") and not name.endswith("mask")
+                else value
+                for name, value in found.items()
+            }
         return self._encoded[key]
 
     @contextmanager
-    def _adapter(self, *, on: bool) -> Iterator[None]:
+    def _adapter(self, inputs: Inputs) -> Iterator[None]:
+        """The captured adapter, as these inputs apply it; without one, the base alone."""
         transformer = self.family.transformer
-        if not getattr(transformer, "peft_config", {}) or (on and self.samples.adapter):
+        if not getattr(transformer, "peft_config", {}):
             yield
             return
-        transformer.disable_adapters()
+        layers = {
+            name: module
+            for name, module in transformer.named_modules()
+            if ADAPTER in getattr(module, "scaling", ())
+        }
+        before = [module.scaling[ADAPTER] for module in layers.values()]
+        if not inputs.adapter:
+            transformer.disable_adapters()
+        for name, module in layers.items():
+            bound = not (inputs.unadapted and name.endswith(inputs.unadapted))
+            alpha = self.samples.adapter_alpha or 0.0
+            module.scaling[ADAPTER] = bound * inputs.adapter * alpha / module.r[ADAPTER]
         try:
             yield
         finally:
+            for module, scale in zip(layers.values(), before, strict=True):
+                module.scaling[ADAPTER] = scale
             transformer.enable_adapters()
+
+    @property
+    def adapter_targets(self) -> list[str]:
+        """The ends of the names of the layers that the adapter is of, without the block's."""
+        layers = [name.removesuffix(".lora_A.weight") for name in self.samples.adapter if "lora_A" in name]
+        return sorted({re.split(r"\.[0-9]+\.", f".{layer}", maxsplit=1)[-1] for layer in layers})
 
     @property
     def adapter_is_zero(self) -> bool:
         """Whether the adapter changes nothing: each layer has a factor that is 0, as all have before training."""
         ups = [value for name, value in self.samples.adapter.items() if "lora_B" in name]
         return not any(bool(value.any()) for value in ups)
+
+
+def _num_frames(family: ModelFamily, samples: ReplaySamples) -> int:
+    """Frames of the videos that the latents are of; those of the images, where they are of no number of frames."""
+    images, noise = samples.tensors()["images"], samples.tensors()["initial_noise"]
+    own, (height, width) = int(images.shape[1]), images.shape[2:4]
+    for count in (own, *range(1, _MAX_FRAMES)):
+        try:
+            shape = family.sample_shape(height, width, count)
+        except ConfigError:  # no number of frames of this model
+            continue
+        if torch.Size(shape).numel() == noise[0].numel():
+            return count
+    return own
 
 
 def load_adapter(family: ModelFamily, samples: ReplaySamples) -> None:

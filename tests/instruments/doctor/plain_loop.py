@@ -52,7 +52,16 @@ class Loop:
     """
 
     def __init__(
-        self, fault=None, *, window="whole", seed=0, trained=True, guidance=3.0, num_steps=5, negative="", plant=None
+        self,
+        fault=None,
+        *,
+        window="whole",
+        seed=0,
+        trained=True,
+        guidance=3.0,
+        num_steps=5,
+        negative="",
+        plant=None,
     ):
         self.fault, self.guidance, self.num_steps = fault, guidance, num_steps
         self.negative, self.plant, self.index = negative, plant or {}, 0
@@ -125,8 +134,8 @@ class Loop:
             initial = torch.randn(1, *shape, generator=torch.Generator().manual_seed(9)).expand(count, *shape)
         latents, befores, afters, log_probs = self.at("initial", initial), [], [], []
         table = table.half().float() if fault == "half_sigma" else table
-        for self.index in range(self.num_steps):
-            index = self.index
+        for index in range(self.num_steps):
+            self.index = index
             fed = times[index].bfloat16().float() if fault == "rounded_timesteps" else times[index]
             scale = self.at("scale", 1.0 if fault == "guidance_off" else self.guidance)
             velocity = self.at("velocity", self.velocity(latents, fed, text, scale))
@@ -154,37 +163,43 @@ class Loop:
             images,
         )
         images = self.at("images", images)
-        return self.at("captured", {
-            "prompts": PROMPTS,
-            "negative_prompt": self.negative,
-            "guidance_scale": self.guidance,
-            "max_sequence_length": LENGTH,
-            "initial_noise": initial,
-            "latents": torch.stack(befores, 1),
-            "next_latents": torch.stack(afters, 1),
-            "log_probs": self.at("log_probs", torch.stack(log_probs, 1)),
-            "step_indices": self.window,
-            "final_latents": latents,
-            "images": images,
-            "rewards": self.at("rewards", images.flatten(1).mean(1)),
-            "sigmas": sigmas,
-            "timesteps": timesteps,
-            "noise_level": LEVEL,
-            "adapter": self.at("adapter", peft.get_peft_model_state_dict(pipeline.transformer)),
-            "adapter_alpha": ALPHA,
-            "dtype": "float32",
-        })
+        return self.at(
+            "captured",
+            {
+                "prompts": PROMPTS,
+                "negative_prompt": self.negative,
+                "guidance_scale": self.guidance,
+                "max_sequence_length": LENGTH,
+                "initial_noise": initial,
+                "latents": torch.stack(befores, 1),
+                "next_latents": torch.stack(afters, 1),
+                "log_probs": self.at("log_probs", torch.stack(log_probs, 1)),
+                "step_indices": self.window,
+                "final_latents": latents,
+                "images": images,
+                "rewards": self.at("rewards", images.flatten(1).mean(1)),
+                "sigmas": sigmas,
+                "timesteps": timesteps,
+                "noise_level": LEVEL,
+                "adapter": self.at("adapter", peft.get_peft_model_state_dict(pipeline.transformer)),
+                "adapter_alpha": ALPHA,
+                "dtype": "float32",
+            },
+        )
 
     @torch.no_grad()
     def rescore(self, captured):
         """The log-probs `[B, T]` that a trainer recomputes of captured samples, as this loop samples."""
         self.pipeline.scheduler.set_timesteps(self.num_steps)
-        sigmas, timesteps = self.at("schedule", (self.pipeline.scheduler.sigmas, self.pipeline.scheduler.timesteps))
+        sigmas, timesteps = self.at(
+            "schedule", (self.pipeline.scheduler.sigmas, self.pipeline.scheduler.timesteps)
+        )
         text, found = self.embed(PROMPTS, self.negative), []
-        for place, self.index in enumerate(self.window):
+        for place, index in enumerate(self.window):
+            self.index = index
             before, after = (captured[name][:, place] for name in ("latents", "next_latents"))
-            velocity = self.velocity(before, timesteps[self.index], text, self.guidance)
-            sigma, following = sigmas[self.index], sigmas[self.index + 1]
+            velocity = self.velocity(before, timesteps[index], text, self.guidance)
+            sigma, following = sigmas[index], sigmas[index + 1]
             mean, std = self.step(before, velocity, sigma, following, **self.at("step", {}))
             found.append(self.log_prob(after, mean, std).flatten(1).mean(1))
         return torch.stack(found, 1)

@@ -76,11 +76,20 @@ def test_a_fault_of_videos_is_named(cause, change, model, tmp_path):
     assert set(examined(tmp_path, model, images=change(model[1]["images"])).causes()) == {cause}
 
 
-def test_frames_out_of_order_are_not_those_of_the_latents(model, tmp_path):
-    report = examined(tmp_path, model, images=model[1]["images"].flip(1))
-    assert (report.causes(), set(report.causes("warning"))) == ([], {"images"})
+@pytest.mark.parametrize(
+    ("change", "held"),
+    [
+        (lambda videos: videos.flip(1), "8, 7, 6, 5, 4, 3, 2, 1, 0"),
+        (lambda videos: videos[:, :5], "0, 1, 2, 3, 4"),
+        (lambda videos: videos[:, ::2], "0, 2, 4, 6, 8"),
+    ],
+)
+def test_frames_that_are_not_the_whole_video_in_order_are_named(change, held, model, tmp_path):
+    report = examined(tmp_path, model, images=change(model[1]["images"]))
+    assert {*report.causes()} == {"frames"}
+    assert held in report.findings[0].sentence
 
 
-def test_another_number_of_frames_is_refused(model, tmp_path):
+def test_videos_of_another_size_are_refused(model, tmp_path):
     with pytest.raises(ConfigError, match="size or number of frames"):
-        examined(tmp_path, model, images=model[1]["images"][:, :5])
+        examined(tmp_path, model, images=model[1]["images"][:, :, :16])

@@ -37,7 +37,7 @@ def test_only_the_leg_that_was_altered_differs(leg, stack_of, captured):
 def test_conventions_of_log_probs_are_told(convention, stack_of):
     legs = Legs(stack_of())
     elements = legs.noise[0, 0].numel()
-    claimed = convention.of(legs.square, legs.std, elements)
+    claimed = convention.of(legs.square, legs.std, legs.step, elements)
     given = torch.cat([claimed, claimed]).float()
     found = Legs(stack_of(log_probs=given))
     assert (found.convention, found.agrees) == (convention, True)
@@ -91,6 +91,6 @@ def test_the_last_step_of_cps_is_an_euler_step(first, stack_of, captured):
     )
     cps = Stack(stack.family, samples)
     legs = Legs(cps)
-    assert legs.known == (() if first else ("before", "log_probs", "after"))
+    assert legs.known == (() if first else LEGS)
     assert legs.convention == (None if first else CONVENTIONS[3])
     assert all(float(score.max()) < 0.5 for score in legs.scores(cps.captured, legs.known).values())

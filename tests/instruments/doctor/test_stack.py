@@ -22,7 +22,10 @@ def test_each_input_changes_the_velocity(stack_of):
     latents, rows = stack.tensor("initial_noise"), [0, 1, 2, 3]
     plain = stack.velocity(latents, [0] * 4, rows, stack.captured)
     for changes in (
-        {"adapter": False},
+        {"adapter": 0.0},
+        {"adapter": 2.0},
+        {"swapped": True},
+        {"negative_zeros": True},
         {"guidance_scale": 1.0},
         {"negative_prompts": ("dog",) * 4},
         {"prompts": ("elk",) * 4},

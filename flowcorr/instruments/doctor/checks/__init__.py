@@ -87,9 +87,9 @@ CHECKS: Sequence[Check] = (
         ),
         blockers=("finite",),
         causes={
-            "wrong_shift": "the sigmas are those of the model's scheduler with another shift",
+            "wrong_shift": "the sigmas, captured or used, are those of the model's scheduler with another shift",
             "other_schedule": "the sigmas are not those of the model's own scheduler",
-            "timesteps": "the timesteps are not those of the model's own scheduler",
+            "timesteps": "the timesteps are not those of the model's own scheduler, or not those of their step",
             "rounded_sigmas": "the table of sigmas is in half precision",
             "rounded_timesteps": "the transformer was fed timesteps in half precision",
         },
@@ -111,14 +111,28 @@ CHECKS: Sequence[Check] = (
         trials=Question(
             asks="Whether the latents are float32, and were not clamped.", by="trajectory:check_latent_dtype"
         ),
+        captured=Question(
+            asks="Whether the captured latents were not clamped.", by="noise:check_captured_latents"
+        ),
         blockers=("finite",),
+        causes={"latents_clamped": "latents were clamped after a step"},
     ),
     Check(
         name="transition",
         trials=Question(
             asks="Whether the steps' stds are those of the configuration.", by="trajectory:check_transition"
         ),
+        captured=Question(
+            asks="Whether the window's steps are those of the captured noise level and sde_type, and would not be "
+            "those of others.",
+            by="replay:check_transition",
+        ),
         blockers=("finite", "schedule"),
+        causes={
+            "noise_level": "the engine sampled at another noise level; the message has it",
+            "sde_type": "the engine's steps are of another sde_type",
+            "sigma_max": "the first step takes another number for the noise level 1",
+        },
     ),
     Check(
         name="before",
@@ -126,6 +140,7 @@ CHECKS: Sequence[Check] = (
             asks="Whether the replay goes from the initial noise to the latents before the window.",
             by="replay:check_before",
         ),
+        causes={"initial_noise_scale": "the engine began at another multiple of the initial noise"},
     ),
     Check(
         name="log_probs",
@@ -139,7 +154,9 @@ CHECKS: Sequence[Check] = (
         ),
         blockers=("finite", "latent_dtype"),
         causes={
-            "log_probs_summed": "log-probs are sums over the latent, where means are expected",
+            "log_probs_summed": "log-probs are sums over the latent or its channels, where means are expected",
+            "log_probs_std": "log-probs are scored with a std that lacks the root of the step",
+            "log_probs_order": "log-probs are those of other steps or samples",
             "log_probs_normaliser": "log-probs lack `- log s` or `- log(2 pi) / 2`, and the trainer's have it",
             "log_probs_unscaled": "log-probs lack the factor `1 / (2 s^2)`",
         },
@@ -230,6 +247,7 @@ CHECKS: Sequence[Check] = (
         causes={
             "wrong_prompt": "the engine took the embeddings of other samples, or of an earlier batch",
             "sequence_length": "prompts are cut or padded to another length",
+            "references": "the reference images are those of other samples, mirrored, or have red and blue exchanged",
         },
     ),
     Check(
@@ -252,7 +270,11 @@ CHECKS: Sequence[Check] = (
         blockers=(*_TRAJECTORY, "timesteps", "embeddings", "references"),
         causes={
             "guidance_off": "the engine took no guidance",
-            "negative_prompt": "the engine took an empty negative prompt",
+            "guidance_scale": "the engine took another guidance scale; the message has it",
+            "guidance_steps": "some steps of the schedule had no guidance",
+            "guidance_swapped": "the two halves of guidance are exchanged",
+            "guidance_rescaled": "the engine rescales the guided velocity; the message has the share",
+            "negative_prompt": "the engine took an empty negative prompt, another one, or zeros",
         },
     ),
     Check(
@@ -291,6 +313,8 @@ CHECKS: Sequence[Check] = (
         blockers=(*_INPUTS, "sync", "weights"),
         causes={
             "adapter_not_applied": "the engine sampled with the base model",
+            "adapter_partial": "the adapter is missing from the layers of one name",
+            "adapter_scale": "the engine applied the adapter twice, or at another scale; the message has it",
         },
     ),
     Check(
@@ -322,10 +346,20 @@ CHECKS: Sequence[Check] = (
         causes={
             "swapped_images": "images and latents of different samples are paired",
             "images_of_step_before": "images and latents of different training steps are paired",
-            "decoder_unscaled": "the decoder lacks its scaling factor or its shift",
+            "decoder_unscaled": "the decoder lacks its scaling factor or its shift, applies them twice, or has another",
+            "decoded_early": "the latents before the last step were decoded",
+            "images_changed": "the images are brighter than the decoder's, or were stored as JPEG",
+            "frames": "the frames of a video are reversed, repeated or left out",
             "channels_reversed": "red and blue of the images are exchanged",
             "flipped_images": "the images are upside down",
         },
+    ),
+    Check(
+        name="trainer",
+        captured=Question(
+            asks="Whether the trainer's log-probs of the captured samples are those of the replay.",
+            by="replay:check_trainer",
+        ),
     ),
     Check(
         name="reward",

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import io
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from flowcorr.dumps.replay import ReplaySamples
 from flowcorr.instruments.doctor.captured import Captured
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import failed, judged, passed, skipped, warned
-from flowcorr.instruments.doctor.reference_inputs import without_scaling
+from flowcorr.instruments.doctor.fitting import fitted
 from flowcorr.instruments.finding import Finding
 from flowcorr.models import DTYPES, ModelFamily
 from flowcorr.rollout.precision import image_limit
@@ -25,6 +30,9 @@ IMAGE_ROUNDING = 0.5
 SWAPPED = 0.5  # ratio of distances
 CLOSE = 3.0  # times the usual distance
 CUT = 0.5  # grey levels that a captured loop loses which cuts pixels to whole levels instead of rounding them
+_UNSCALE = "divide latents by scaling_factor once and add shift_factor once, before the VAE decodes them"
+_UNCHANGED = "hand the reward images as the pipeline returns them, before they are stored or adjusted"
+_QUALITIES = (100, 95, 90, 85, 80, 75, 70, 60, 50, 40, 30)
 BY_SAMPLE = ("swapped_images", "images_of_step_before")  # some of the samples may have it alone
 
 
@@ -143,6 +151,14 @@ def check_captured_images(captured: Captured) -> Finding:
             "model.dtype: float32, or check the model's files",
         )
     decoded = images_of.cpu().float()
+    if (held := _frames(decoded, images, limit)) is not None or decoded.shape != images.shape:
+        kept = "other frames" if held is None else f"its frames {', '.join(map(str, held))}"
+        return failed(
+            f"the images are not the whole video in order: of {decoded.shape[1]} decoded frames they are {kept}",
+            "hand reward and capture all frames of a video, [B, F, H, W, 3], in order",
+            cause="frames",
+            confidence="likely" if held is None else "certain",
+        )
     table = _distances(decoded, images) / limit  # [decoded, captured]
     own = table.diag()
     others = table + torch.diag(torch.full_like(own, torch.inf))
@@ -198,15 +214,37 @@ def _rivals(
                 "clear what holds the images before the next step samples",
                 torch.stack([_distances(values, images).amin(0) for values in same]).amin(0),
             )
-    with without_scaling(family) as changed:
-        if changed:
-            plain = decode(family, final)[0].cpu().float()
-            yield (
-                "decoder_unscaled",
-                "the latents were decoded without the VAE's scaling and shift",
-                "divide latents by scaling_factor and add shift_factor before the VAE decodes them",
-                _distances(plain, images).diag(),
-            )
+    for message, changes in _scalings(family):
+        with _configured(family, changes):
+            other = decode(family, final)[0].cpu().float()
+        yield (
+            "decoder_unscaled",
+            f"the latents were decoded {message}",
+            _UNSCALE,
+            _distances(other, images).diag(),
+        )
+    last = captured.stack.tensor("latents")
+    if last is not None and captured.stack.steps[-1] == len(captured.stack.captured.timesteps) - 1:
+        yield (
+            "decoded_early",
+            "the latents before the last step were decoded",
+            "decode the latents after the last step",
+            _distances(decode(family, last[:, -1])[0].cpu().float(), images).diag(),
+        )
+    offset = float((images - decoded).median())
+    yield (
+        "images_changed",
+        f"the images are brighter by {offset:.3g} grey levels than the decoder's",
+        _UNCHANGED,
+        _distances((decoded + offset).clamp(0, 255), images).diag(),
+    )
+    for quality in _QUALITIES if images.dim() == 4 else ():
+        yield (
+            "images_changed",
+            f"the images went through JPEG of quality {quality}",
+            _UNCHANGED,
+            _distances(_as_jpeg(decoded, quality), images).diag(),
+        )
     for cause, message, other in (
         ("channels_reversed", "red and blue of the images are exchanged", decoded.flip(-1)),
         ("flipped_images", "the images are upside down", decoded.flip(-3)),
@@ -217,6 +255,47 @@ def _rivals(
             "hand the reward images as the pipeline returns them",
             _distances(other, images).diag(),
         )
+    yield from _factors(family, final, images)
+
+
+def _factors(family: ModelFamily, final: Tensor, images: Tensor) -> Iterator[tuple[str, str, str, Tensor]]:
+    """The scaling factor with which the images fit best."""
+    own = getattr(family.pipeline.vae.config, "scaling_factor", None)
+    if not own:
+        return
+
+    def distances(factor: float) -> Tensor:
+        with _configured(family, {"scaling_factor": factor}):
+            return (decode(family, final)[0].cpu().double() - images).flatten(1)
+
+    factor = fitted(distances, (own, own / 2, own * 2), own / 16, own * 16)
+    yield (
+        "decoder_unscaled",
+        f"the latents were decoded with the scaling factor {factor:.4g}, where the VAE has {own:.4g}",
+        _UNSCALE,
+        distances(factor).abs().mean(1).float(),
+    )
+
+
+def _frames(decoded: Tensor, images: Tensor, limit: float) -> list[int] | None:
+    """The frames of the decoded videos that the captured ones hold, where they are others than all in order."""
+    if images.dim() != 5 or decoded.shape[2:] != images.shape[2:]:
+        return None
+    table = torch.stack(
+        [(decoded - images[:, [place]]).abs().flatten(2).mean(2).amax(0) for place in range(images.shape[1])]
+    )
+    nearest, places = table.min(1)
+    held: list[int] = places.tolist()
+    return held if bool((nearest <= limit).all()) and held != list(range(decoded.shape[1])) else None
+
+
+def _as_jpeg(images: Tensor, quality: int) -> Tensor:
+    found = []
+    for image in images.round().to(torch.uint8):
+        file = io.BytesIO()
+        Image.fromarray(image.numpy()).save(file, "JPEG", quality=quality)
+        found.append(torch.from_numpy(np.array(Image.open(file))))
+    return torch.stack(found).float()
 
 
 def _pixels(samples: ReplaySamples) -> Tensor:
@@ -227,3 +306,56 @@ def _pixels(samples: ReplaySamples) -> Tensor:
 def _distances(decoded: Tensor, images: Tensor) -> Tensor:
     """Mean absolute differences `[decoded, images]` in grey levels."""
     return torch.stack([(images - one).abs().flatten(1).mean(1) for one in decoded])
+
+
+def _scalings(family: ModelFamily) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Wrong uses of the VAE's scale and shift in words, and the numbers that its configuration has then."""
+    config = family.pipeline.vae.config
+    scale, shift = getattr(config, "scaling_factor", None), getattr(config, "shift_factor", None) or 0.0
+    if scale:
+        changed = {
+            "without the VAE's scaling and shift": (1.0, 0.0),
+            "without the VAE's scaling factor": (1.0, shift),
+            "without the VAE's shift": (scale, 0.0),
+            "with the VAE's scaling and shift applied twice": (scale**2, shift / scale + shift),
+            "with the VAE's scaling factor applied twice": (scale**2, shift),
+            "times the VAE's scaling factor, which divides them": (1 / scale, shift),
+            "with the VAE's shift subtracted": (scale, -shift),
+        }
+        names = ("scaling_factor", "shift_factor")
+        numbers = {words: dict(zip(names, values, strict=True)) for words, values in changed.items()}
+        own: dict[str, Any] = {"scaling_factor": scale, "shift_factor": shift}
+    elif getattr(config, "latents_std", None):
+        mean, std = list(config.latents_mean), list(config.latents_std)
+        own = {"latents_mean": mean, "latents_std": std}
+        zeros, ones = [0.0] * len(mean), [1.0] * len(std)
+        squares = [value**2 for value in std]
+        both = [shift * (1 + factor) for shift, factor in zip(mean, std, strict=True)]
+        numbers = {
+            "without the VAE's mean and std of latents": {"latents_mean": zeros, "latents_std": ones},
+            "without the VAE's std of latents": {"latents_mean": mean, "latents_std": ones},
+            "without the VAE's mean of latents": {"latents_mean": zeros, "latents_std": std},
+            "with the VAE's mean and std of latents applied twice": {
+                "latents_mean": both,
+                "latents_std": squares,
+            },
+            "divided by the VAE's std of latents, which multiplies them": {
+                "latents_mean": mean,
+                "latents_std": [1 / value for value in std],
+            },
+        }
+    else:
+        return
+    yield from ((words, changes) for words, changes in numbers.items() if changes != own)
+
+
+@contextmanager
+def _configured(family: ModelFamily, changes: Mapping[str, Any]) -> Iterator[None]:
+    """The VAE with other numbers in its configuration."""
+    vae = family.pipeline.vae
+    before = {name: getattr(vae.config, name, None) for name in changes}
+    vae.register_to_config(**changes)
+    try:
+        yield
+    finally:
+        vae.register_to_config(**before)

@@ -13,7 +13,7 @@ from flowcorr import dumps, sde
 from flowcorr.instruments.doctor.captured import Captured
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import failed, judged, passed
-from flowcorr.instruments.doctor.legs import Convention
+from flowcorr.instruments.doctor.legs import MEAN, Convention
 from flowcorr.instruments.faults import diagnose
 from flowcorr.instruments.finding import LEVELS, Finding
 from flowcorr.instruments.steps import gap_of
@@ -125,8 +125,18 @@ def check_captured_log_probs(captured: Captured) -> Finding | None:
 
 def _of_convention(convention: Convention, terms: Path | None, step: int) -> Finding | None:
     """The finding on log-probs of a convention; None where it is the expected one."""
-    if convention.scaled and not convention.summed and convention.normaliser == "full":
+    if convention == MEAN:
         return None
+    if convention.per_step or convention.times > 1:
+        return failed(
+            f"they are {convention.name}, where means of a density are expected; no other convention is as close to "
+            "the replay",
+            "take s = std_dev_t * sqrt(-dt) in the score, as the step that drew the noise has it"
+            if convention.per_step
+            else "take mean() over all axes but the batch's",
+            cause="log_probs_std" if convention.per_step else "log_probs_summed",
+            confidence="certain",
+        )
     if convention.scaled and not convention.summed:
         shift = "" if terms is None else _shared_shift(terms, step)
         if not shift:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from flowcorr.instruments.doctor.legs import Legs
 from flowcorr.instruments.doctor.trials import TRAINING_STEP, Trial
 from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.limits import skew
+from flowcorr.instruments.stored import stored_in
 from flowcorr.records import Rollout
 from flowcorr.rollout.witnesses import seeded_noise
 
@@ -25,6 +27,7 @@ SEEDED = 1e-4  # rms; float32 leaves 2e-6 beyond its rounding of the latents, ro
 LATENT_ROUNDING = 4 * torch.finfo(torch.float32).eps
 SHAPE_GAP = 1e-3  # rms; 3e-7 in float32 (2e-6 under guidance), .002 in bfloat16; lower precision allows more
 ERRORS = 6.0  # standard errors of captured noise
+_CLAMPED = 3  # elements of one largest size
 SHARED = 0.5  # correlation above which two captured draws are one
 
 
@@ -36,23 +39,15 @@ def check_noise(exam: Exam) -> Finding:
     trials = exam.trials
     noise = torch.cat([_step_noise(trials.base), _step_noise(trials.moved)])
     count = noise.numel()
-    mean, variance = float(noise.double().mean()), float(noise.double().square().mean())
     correlation, pair = largest_correlation(noise)
-    tails = float((noise.double() ** 4 - 6 * noise.double().square() + 3).mean())
     tests = len(noise) * (len(noise) - 1) // 2 + 3
     limit = math.sqrt(2 * math.log(tests / FALSE_ALARMS))
-    # Wilson and Hilferty: the cube root of a chi-squared variable is nearly normal.
-    spread = 2 / (9 * count)
-    of_variance = abs(variance ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
-    # Long tails are skewed to the right, see `limits.skew`.
-    of_tails = abs(tails) * math.sqrt(count / 24) / (skew(count) if tails > 0 else 1)
+    moments = _moments(noise)
     # For independent directions, P(|correlation| > c) <= (1 - c^2)^((D - 1) / 2).
     of_pair = math.sqrt(-(noise.shape[1] - 1) * math.log(max(1 - correlation**2, 1e-300)))
     over = _difference(trials.base, *pair)
     z, fault, text = max(
-        (of_variance, "std", f"has std {math.sqrt(variance):.4g} instead of 1"),
-        (abs(mean) * math.sqrt(count), "mean", f"has mean {mean:.3g} instead of 0"),
-        (of_tails, "fourth moment", f"is not normal: its fourth moment is off by {tails:.2g}"),
+        *moments.scores(),
         (of_pair, f"correlation over {over}", f"is correlated by {correlation:.2f} over {over}"),
     )
     seen, seen_tails = limit / math.sqrt(2 * count), limit * math.sqrt(24 / count)
@@ -64,11 +59,45 @@ def check_noise(exam: Exam) -> Finding:
         f"step noise {text}, {z:.3g} standard deviations off",
         "add s times standard normal noise to the step's mean, seeded by (seed, training step, group, member) and step "
         "index; sampling.same_initial_noise concerns the initial noise only",
-        std=math.sqrt(variance),
-        mean=mean,
+        std=moments.std,
+        mean=moments.mean,
         correlation=correlation,
         least_std_error=seen,
         fault=fault if z > limit else None,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Moments:
+    """Mean, std and fourth Hermite moment of `count` numbers that should be standard normal."""
+
+    mean: float
+    std: float
+    tails: float
+    count: int
+
+    def scores(self, allowed: float = 0.0) -> list[tuple[float, str, str]]:
+        """z-scores, each with its name and a text; a mean and a std may be off by `allowed`."""
+        # Wilson and Hilferty: the cube root of a chi-squared variable is nearly normal.
+        spread, root = 2 / (9 * self.count), self.std ** (2 / 3)
+        of_std = max(abs(root - (1 - spread)) - 2 / 3 * allowed, 0.0) / math.sqrt(spread)
+        of_mean = max(abs(self.mean) - allowed, 0.0) * math.sqrt(self.count)
+        # Long tails are skewed to the right, see `limits.skew`.
+        of_tails = abs(self.tails) * math.sqrt(self.count / 24) / (skew(self.count) if self.tails > 0 else 1)
+        return [
+            (of_std, "std", f"has std {self.std:.4g} instead of 1"),
+            (of_mean, "mean", f"has mean {self.mean:.3g} instead of 0"),
+            (of_tails, "fourth moment", f"is not normal: its fourth moment is off by {self.tails:.2g}"),
+        ]
+
+
+def _moments(noise: Tensor) -> _Moments:
+    square = noise.double().square()
+    return _Moments(
+        mean=float(noise.double().mean()),
+        std=float(square.mean().sqrt()),
+        tails=float((square.square() - 6 * square + 3).mean()),
+        count=noise.numel(),
     )
 
 
@@ -212,8 +241,41 @@ def check_captured_noise(captured: Captured) -> Finding:
             cause="noise_reused",
             confidence="certain",
         )
+    legs = captured.legs
     told = "; samples of one prompt begin with the same noise" if twins else ""
+    if not legs.agrees:
+        told += "; noise of the window's steps is not judged, since its replay differs or was not made"
+    elif legs.convention is not None:  # else its spread is that of the noise level
+        z, _, text = max(_moments(legs.noise).scores(stack.velocity_error))
+        if z > ERRORS:
+            return failed(
+                f"the noise of the window's steps {text}, {z:.3g} standard deviations off; log-probs agree with the "
+                "replay, so that their mean and std are right",
+                "add s times standard normal noise to the step's mean",
+                cause="noise_scale",
+                confidence="certain",
+            )
     return passed(f"standard normal, and drawn once{told}; initial noise: mean {mean:.2g}, std {std:.4g}")
+
+
+def check_captured_latents(captured: Captured) -> Finding | None:
+    values = captured.stack.samples.tensors().get("next_latents")
+    if values is None or stored_in(values) is not None:
+        return None
+    sizes = values.flatten(2).flatten(0, 1).abs()
+    largest = sizes.amax(1, keepdim=True)
+    bound = largest.max()
+    at_bound = (sizes == bound).sum(1)
+    # Of numbers in float32, no two are the largest by chance; a bound is that of several steps or samples.
+    if int((at_bound > 1).sum()) > 1 or int(at_bound.max()) > _CLAMPED:
+        return failed(
+            f"latents after the window's steps were clamped to {float(bound):.4g}: {int(at_bound.sum())} elements have "
+            "exactly this size",
+            "leave latents as the step drew them",
+            cause="latents_clamped",
+            confidence="certain",
+        )
+    return passed(f"latents were not clamped; the largest is {float(bound):.3g}")
 
 
 def _shared_by_steps(legs: Legs) -> tuple[int, int] | None:

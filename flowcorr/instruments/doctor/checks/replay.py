@@ -1,4 +1,4 @@
-"""The checks of captured samples by their replay: legs outside the window, prompts, guidance and adapter."""
+"""The checks of captured samples by their replay: legs outside the window, its steps, inputs, and the trainer."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ def check_after(captured: Captured) -> Finding | None:
     return captured.replayed.get("after")
 
 
+def check_transition(captured: Captured) -> Finding | None:
+    return captured.replayed.get("transition")
+
+
 def check_embeddings(captured: Captured) -> Finding | None:
     return captured.replayed.get("embeddings")
 
@@ -28,3 +32,7 @@ def check_guidance(captured: Captured) -> Finding | None:
 
 def check_lora(captured: Captured) -> Finding | None:
     return captured.replayed.get("lora")
+
+
+def check_trainer(captured: Captured) -> Finding | None:
+    return captured.trained

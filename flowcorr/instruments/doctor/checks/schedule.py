@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowcorr.instruments.doctor.captured import Captured
 from flowcorr.instruments.doctor.findings import failed, passed, skipped
+from flowcorr.instruments.doctor.fitting import fitted
+from flowcorr.instruments.doctor.shifts import (
+    SHIFTS,
+    Spacing,
+    own_shift,
+    schedule,
+    scheduler_with,
+    with_shift,
+)
 from flowcorr.instruments.doctor.stack import Stack
 from flowcorr.instruments.finding import Finding
 from flowcorr.models import ModelFamily
-from flowcorr.models.schedule import linear_schedule
 
 _SAME = 2e-6  # of sigmas: float32 tables made in another order of operations
-_FITTED = 1e-3  # relative spread of a shift over the steps
-_SHIFTS = (1.0, 1.15, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0)
+_FITTED = 1e-3  # relative spread of a factor of the shift over the steps
+_STARTS = (0.5, 1.0, 2.0, 3.0, 6.0, 12.0)  # of the search for a shift
 _SPACINGS = {
     "use_karras_sigmas": "Karras sigmas",
     "use_exponential_sigmas": "exponential sigmas",
     "use_beta_sigmas": "beta sigmas",
 }
-Spacing = Literal["pipeline", "equal steps"]
 _TABLES: tuple[Spacing, ...] = ("pipeline", "equal steps")
 
 
@@ -67,12 +73,18 @@ def _named(stack: Stack, sigmas: Tensor, own: Tensor) -> tuple[str, str, dict[st
             name = str(dtype).removeprefix("torch.")
             return "rounded_sigmas", f"sigmas were rounded to {name}", {"dtype": name}
     for changes, cause, message in _schedulers(stack.family):
-        with _scheduler_with(stack.family, changes):
+        with scheduler_with(stack.family, changes):
             if any(_matches(stack, sigmas, spacing) for spacing in _TABLES):
                 return cause, message, changes
+    shift = _shift_of(stack, sigmas)
+    if shift is not None:
+        of_model = own_shift(stack.family, stack.latent_shape)
+        message = f"the schedule has shift {shift:.4g}, and the model's own is {of_model:.4g}"
+        return "wrong_shift", message, {"shift": shift, "own_shift": of_model}
     for spacing in _TABLES:
-        table = _table(stack, len(sigmas) - 1, spacing)
-        if table is not None and (factor := _shift_of(sigmas, table)) is not None:
+        found = schedule(stack.family, len(sigmas) - 1, stack.latent_shape, spacing)
+        factor = None if found is None else _factor_of(sigmas, _tensor(found.sigmas))
+        if factor is not None:
             message = f"the schedule is shifted by {factor:.4g} times the model's own shift"
             return "wrong_shift", message, {"shift_factor": factor}
     return "other_schedule", "the schedule is another than the model's own", {}
@@ -89,38 +101,31 @@ def _schedulers(family: ModelFamily) -> Iterator[tuple[dict[str, Any], str, str]
                 "other_schedule",
                 f"{'' if chosen else 'no '}{words}, unlike the model's own",
             )
-    own = config.get("shift", 1.0)
-    for shift in _SHIFTS:
-        yield {"shift": shift}, "wrong_shift", f"its shift is {shift:g}, and the model's own is {own:g}"
-        if config.get("use_dynamic_shifting"):
-            yield (
-                {"shift": shift, "use_dynamic_shifting": False},
-                "wrong_shift",
-                f"its shift is {shift:g} for all sizes, and the model's own grows with the image",
-            )
 
 
 def _matches(stack: Stack, sigmas: Tensor, spacing: Spacing) -> bool:
-    table = _table(stack, len(sigmas) - 1, spacing)
-    return table is not None and float((table - sigmas).abs().max()) <= _SAME
+    found = schedule(stack.family, len(sigmas) - 1, stack.latent_shape, spacing)
+    return found is not None and float((_tensor(found.sigmas) - sigmas).abs().max()) <= _SAME
 
 
-def _table(stack: Stack, count: int, spacing: Spacing) -> Tensor | None:
-    """Sigmas of the family's scheduler: as its pipeline asks for them, or in equal steps; None if it has none such."""
-    scheduler = stack.family.pipeline.scheduler
-    try:
-        if spacing == "pipeline":
-            schedule = stack.family.schedule(count, stack.latent_shape)
-        elif scheduler.config.get("use_dynamic_shifting"):
-            return None  # families with such a scheduler take equal steps anyway
-        else:
-            schedule = linear_schedule(scheduler, count, 1)
-    except (ValueError, ImportError):  # a spacing that the scheduler cannot make, or that needs scipy
+def _shift_of(stack: Stack, sigmas: Tensor) -> float | None:
+    """The shift with which the model's own scheduler makes `sigmas`; None where it does with none."""
+    config = stack.family.pipeline.scheduler.config
+    if "shift" not in config:
         return None
-    return torch.tensor(schedule.sigmas, dtype=torch.float64)
+    for spacing in _TABLES:
+
+        def gap(shift: float, spacing: Spacing = spacing) -> Tensor:
+            found = with_shift(stack.family, len(sigmas) - 1, stack.latent_shape, shift, spacing)
+            return torch.ones_like(sigmas) if found is None else _tensor(found.sigmas) - sigmas
+
+        shift = fitted(gap, _STARTS, *SHIFTS)
+        if float(gap(shift).abs().max()) <= _SAME:
+            return shift
+    return None
 
 
-def _shift_of(sigmas: Tensor, table: Tensor) -> float | None:
+def _factor_of(sigmas: Tensor, table: Tensor) -> float | None:
     """By how much `sigmas` is shifted from `table`; None where no shift leads from one to the other."""
     inner = (table > 0) & (table < 1) & (sigmas > 0) & (sigmas < 1)
     if int(inner.sum()) < 2:
@@ -130,18 +135,8 @@ def _shift_of(sigmas: Tensor, table: Tensor) -> float | None:
     return factor if float((factors - factor).abs().max()) <= _FITTED * factor else None
 
 
-@contextmanager
-def _scheduler_with(family: ModelFamily, changes: Mapping[str, Any]) -> Iterator[None]:
-    before = family.pipeline.scheduler
-    try:
-        family.pipeline.scheduler = type(before).from_config(before.config, **changes)
-    except (ValueError, ImportError):
-        yield
-        return
-    try:
-        yield
-    finally:
-        family.pipeline.scheduler = before
+def _tensor(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def _row(values: Tensor) -> str:

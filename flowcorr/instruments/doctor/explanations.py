@@ -1,0 +1,287 @@
+"""Which inputs explain captured samples: those with which the replay agrees, where no others make it agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flowcorr.instruments.doctor.findings import failed, passed, skipped, warned
+from flowcorr.instruments.doctor.fitting import fitted
+from flowcorr.instruments.doctor.hypotheses import Hypothesis, hypotheses
+from flowcorr.instruments.doctor.legs import LegName, Legs
+from flowcorr.instruments.doctor.stack import VELOCITY_ERROR, Inputs, Stack
+from flowcorr.instruments.finding import Finding
+
+_EXACT = 1000.0  # times that a replay comes closer, where nothing but its cause brings it there
+_CLOSER = 2.0  # times, at least, that a replay comes closer once its cause is undone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Tried:
+    hypothesis: Hypothesis
+    score: Tensor
+    """`[n]`, the largest over the legs that differ, of the best of its inputs."""
+    value: float | None = None
+    """Of the number."""
+
+
+def examine_inputs(stack: Stack, legs: Legs, pool: Sequence[str]) -> dict[str, Finding]:
+    """The findings on the legs, and on prompts, guidance and adapter, by check."""
+    if not legs.known:
+        remedy = "capture latents, next_latents, sigmas and guidance_scale, so that steps can be replayed"
+        return {check: skipped("cannot tell", remedy) for check in ("log_probs", *_NEEDED)}
+    scores = legs.scores(stack.captured, legs.known)
+    bad = [leg for leg, score in scores.items() if bool((score > 1).any())]
+    if bad:
+        return _explained(stack, legs, pool, scores, bad)
+    agree: dict[str, Finding] = {
+        leg: passed(
+            f"the replay agrees; at most {float(score.max()):.2g} limits", samples=tuple(score.tolist())
+        )
+        for leg, score in scores.items()
+    }
+    return agree | {check: _told_apart(stack, legs, pool, check) for check in _NEEDED}
+
+
+def _explained(
+    stack: Stack,
+    legs: Legs,
+    pool: Sequence[str],
+    scores: dict[LegName, Tensor],
+    bad: Sequence[LegName],
+) -> dict[str, Finding]:
+    """The findings where the replay differs: the cause, if undoing it and nothing else makes the replay agree."""
+    captured = torch.stack([scores[leg] for leg in bad]).amax(0)
+    failing = captured > 1
+    tried, full = _tried(stack, legs, pool, captured, bad)
+    by_sample = [one for one in tried if not one.hypothesis.whole and one not in full]
+    partly = [one for one in by_sample if bool(_agrees(one, captured)[failing].any())]
+    causes = {one.hypothesis.cause for one in full}
+    named = full[0] if len(causes) == 1 else partly[0] if not full and len(partly) == 1 else None
+    limits = {leg: tuple(score.tolist()) for leg, score in scores.items()}
+    findings: dict[str, Finding] = {
+        leg: passed("the replay agrees", samples=limits[leg]) for leg in scores if leg not in bad
+    }
+    evidence = f"the replay differs by {_row(captured)} limits ({', '.join(bad)})"
+    if named is None:
+        differs = "the replay differs, and none of the known causes explains it"
+        if full:
+            messages = {one.hypothesis.cause: one.hypothesis.message for one in reversed(full)}.values()
+            differs = f"the replay differs, and several causes explain it: {'; '.join(messages)}"
+        if bad == ["log_probs"] and (axis := legs.reordered):
+            findings["log_probs"] = failed(
+                f"the log-probs are those of other {axis}; {evidence}",
+                "stack log-probs and latents in one order",
+                cause="log_probs_order",
+                confidence="certain",
+                samples=limits["log_probs"],
+            )
+            return findings
+        rounded = _rounded(stack)
+        if not full and rounded:
+            differs = f"the replay differs by no more than {rounded} rounds; dtype={stack.samples.dtype} was captured"
+        remedy = (
+            f"capture the dtype in which the transformer computed, under autocast {rounded}; "
+            if rounded
+            else ""
+        )
+        remedy += _odd_samples(failing) + _more(stack)
+        return findings | {leg: warned(f"{differs}; {evidence}", remedy, samples=limits[leg]) for leg in bad}
+    one = named.hypothesis
+    confidence = "certain" if full else "likely"
+    for leg in bad:
+        findings[leg] = failed(
+            f"see {one.check}; {evidence}", "", cause=one.cause, confidence=confidence, samples=limits[leg]
+        )
+    findings[one.check] = failed(
+        f"the engine computed {one.message}; {evidence}; with this undone by {_row(named.score)}",
+        one.remedy,
+        cause=one.cause,
+        confidence=confidence,
+        samples=tuple(captured.tolist()),
+        fitted=named.value,
+    )
+    return findings
+
+
+def _tried(
+    stack: Stack, legs: Legs, pool: Sequence[str], captured: Tensor, bad: Sequence[LegName]
+) -> tuple[list[_Tried], list[_Tried]]:
+    """All hypotheses with their scores, and those that explain the gap of all samples, the closest first."""
+    failing, tried, full = captured > 1, list[_Tried](), list[_Tried]()
+    worst = captured.argsort(descending=True).tolist()
+    every = hypotheses(stack, legs, pool)
+    for hypothesis in sorted(every, key=lambda one: one.number is not None):
+        if hypothesis.number is not None and any(
+            one.hypothesis.about == hypothesis.about != "" or _is_exact(one, captured) for one in full
+        ):
+            continue
+        one = _try(legs, hypothesis, bad, worst)
+        tried.append(one)
+        if bool(_agrees(one, captured)[failing].all()) and _holds(legs, one, bad, failing):
+            full.append(one)
+    return tried, sorted(full, key=lambda one: float(one.score.max()))
+
+
+def _is_exact(one: _Tried, captured: Tensor) -> bool:
+    """Whether a gap of many limits is gone, which no number does by chance."""
+    return bool((captured > _EXACT * one.score.clamp(min=1))[captured > 1].all())
+
+
+def _agrees(one: _Tried, captured: Tensor) -> Tensor:
+    """`[n]` bool, whether the replay agrees with a hypothesis undone, and comes closer by that."""
+    return one.score <= (captured / _CLOSER).clamp(max=1)
+
+
+def examine_trainer(stack: Stack, log_probs: Tensor, pool: Sequence[str]) -> Finding:
+    """The finding on the trainer's log-probs `[n, T]` of the captured samples."""
+    legs = Legs(stack, log_probs=log_probs)
+    if not legs.known:
+        return skipped("cannot tell", f"capture {_NEEDED['transition']}")
+    scores = legs.scores(stack.captured, legs.known)["log_probs"]
+    limits, evidence = (
+        tuple(scores.tolist()),
+        f"its log-probs differ from the replay by {_row(scores)} limits",
+    )
+    if bool((scores <= 1).all()):
+        return passed(
+            f"the trainer scores as the replay does; at most {max(limits):.2g} limits", samples=limits
+        )
+    _, full = _tried(stack, legs, pool, scores, legs.known)
+    if len({one.hypothesis.cause for one in full}) == 1:
+        named = full[0]
+        return failed(
+            f"the trainer computed {named.hypothesis.message}; {evidence}; with this undone by {_row(named.score)}",
+            "give the trainer the engine's inputs: this gap is in its own log-probs, which no correction repairs",
+            cause=named.hypothesis.cause,
+            confidence="certain",
+            side="trainer",
+            samples=limits,
+            fitted=named.value,
+        )
+    why = "; ".join(one.hypothesis.message for one in full) or "no known cause explains it"
+    return skipped(
+        f"cannot tell: {evidence}; {why}",
+        "its weights may be newer than the captured adapter, or its precision another",
+        samples=limits,
+    )
+
+
+def _rounded(stack: Stack) -> str:
+    """The dtype whose rounding explains all legs, where a finer one was captured; else empty."""
+    for name, error in sorted(VELOCITY_ERROR.items(), key=lambda item: item[1]):
+        if error > stack.velocity_error:
+            legs = Legs(stack, error)
+            scores = legs.scores(stack.captured, legs.known).values()
+            if all(bool((score <= 1).all()) for score in scores):
+                return name
+    return ""
+
+
+def _row(scores: Tensor) -> str:
+    return ", ".join(f"{value:.2g}" for value in scores.tolist())
+
+
+def _holds(legs: Legs, one: _Tried, bad: Sequence[LegName], failing: Tensor) -> bool:
+    """Whether a hypothesis about all samples also holds for samples and legs that agree without it."""
+    if not one.hypothesis.whole:
+        return True
+    if not bool((one.score <= 1).all()) and not bool(failing.all()):
+        return False
+    good = [leg for leg in legs.known if leg not in bad]
+    (inputs,) = one.hypothesis.inputs
+    return all(bool((score <= 1).all()) for score in legs.scores(inputs, good).values())
+
+
+def _odd_samples(failing: Tensor) -> str:
+    """A hint where only a few samples differ; else empty."""
+    places = failing.nonzero().flatten().tolist()
+    if 2 * len(places) >= len(failing):
+        return ""
+    named = f"sample{'s'[: len(places) != 1]} {', '.join(map(str, places))}"
+    return f"look for what {named} of {len(failing)} alone had: a worker, its weights, a place in the batch; "
+
+
+def _more(stack: Stack) -> str:
+    missing = [line.split(";")[0].removeprefix("not captured: ") for line in stack.samples.missing()]
+    return f"capture {', '.join(missing)} too" if missing else "compare both stacks step by step"
+
+
+def _try(legs: Legs, hypothesis: Hypothesis, bad: Sequence[LegName], worst: Sequence[int]) -> _Tried:
+    """The scores with a hypothesis's best inputs: the same for all samples if it is about all, else by sample.
+
+    A hypothesis about all samples is tried on the `worst` one first, and a number is looked for with the worst two:
+    most are wrong, and each try costs a replay.
+    """
+    if not hypothesis.whole:
+        found = [_score(legs, inputs, bad) for inputs in hypothesis.inputs]
+        return _Tried(hypothesis=hypothesis, score=torch.stack(found).amin(0))
+    number, value = hypothesis.number, None
+    if number is not None:
+        few = legs.of_samples(worst[:2])
+        value = fitted(
+            lambda other: few.residuals(number.inputs(other), bad), number.starts, number.low, number.high
+        )
+        message = hypothesis.message.format(value=value)
+        hypothesis = replace(hypothesis, inputs=(number.inputs(value),), message=message)
+    first = legs.of_samples(worst[:1])
+    near = {inputs: _score(first, inputs, bad) for inputs in hypothesis.inputs}
+    best = min(near, key=lambda inputs: float(near[inputs]))
+    hypothesis = replace(hypothesis, inputs=(best,))
+    if float(near[best]) > 1:
+        return _Tried(hypothesis=hypothesis, score=near[best].expand(legs.num_samples))
+    return _Tried(hypothesis=hypothesis, score=_score(legs, best, bad), value=value)
+
+
+def _score(legs: Legs, inputs: Inputs, bad: Sequence[LegName]) -> Tensor:
+    """`[n]`, the largest over these legs."""
+    return torch.stack(list(legs.scores(inputs, bad).values())).amax(0)
+
+
+_TELLING = {"wrong_prompt", "guidance_off", "negative_prompt", "adapter_not_applied", "sde_type"}
+_NEEDED = {
+    "embeddings": "prompts that the model tells apart",
+    "guidance": "guidance_scale of a run with guidance",
+    "lora": "adapter and adapter_alpha, once they have been trained",
+    "transition": "latents, next_latents, log_probs, sigmas and noise_level",
+}
+
+
+def _told_apart(stack: Stack, legs: Legs, pool: Sequence[str], check: str) -> Finding:
+    """Healthy where the replay agrees, and would not with this input wrong; a note where nothing would tell."""
+    rivals = [
+        replace(one, inputs=_unlike(stack, one))
+        for one in hypotheses(stack, legs, pool)
+        if one.check == check and one.inputs and one.cause in _TELLING
+    ]
+    worst = max((_effect(legs, one) for one in rivals), default=0.0)
+    if worst > 1:
+        return passed(f"as captured; with others the replay would differ by {worst:.2g} limits")
+    why = "no other choice would be seen in this precision" if rivals else "no other choice to compare with"
+    untrained = check == "lora" and bool(stack.samples.adapter) and stack.adapter_is_zero
+    if untrained:
+        why = "the adapter is still 0"
+    return skipped(
+        f"cannot tell: {why}", f"capture {_NEEDED[check]}", adapter_is_zero=True if untrained else None
+    )
+
+
+def _unlike(stack: Stack, hypothesis: Hypothesis) -> tuple[Inputs, ...]:
+    """Inputs that differ from the captured ones; of many other prompts, one is enough."""
+    own = set(stack.captured.prompts)
+    if hypothesis.check != "embeddings":
+        return hypothesis.inputs
+    count = len(stack.captured.prompts)
+    rolled = stack.captured.prompts[1:] + stack.captured.prompts[:1]
+    if len(own) > 1:
+        return (replace(stack.captured, prompts=rolled),)
+    others = [one for one in hypothesis.inputs if one.prompts != stack.captured.prompts]
+    return tuple(others[:1]) or (replace(stack.captured, prompts=("",) * count),)
+
+
+def _effect(legs: Legs, hypothesis: Hypothesis) -> float:
+    (inputs, *_) = hypothesis.inputs
+    return max(float(score.max()) for score in legs.scores(inputs, legs.known).values())

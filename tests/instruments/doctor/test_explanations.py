@@ -1,0 +1,73 @@
+"""Causes about prompts, guidance and adapter: those that were planted are found by undoing them."""
+
+import pytest
+import torch
+
+from flowcorr.instruments.doctor.explanations import examine_inputs, examine_trainer
+from flowcorr.instruments.doctor.legs import MEAN, Legs
+
+POOL = ["cat", "dog", "sun", "bee"]
+
+
+def findings(stack):
+    return examine_inputs(stack, Legs(stack), POOL)
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "cause", "confidence"),
+    [
+        ({"guidance_scale": 3.5}, "guidance", "guidance_scale", "certain"),
+        ({"prompts": ("dog", "cat", "sun", "bee") * 2}, "embeddings", "wrong_prompt", "certain"),
+        ({"max_sequence_length": 77}, None, "", ""),  # 16 is none of the usual lengths
+    ],
+)
+def test_what_was_captured_wrongly(changes, check, cause, confidence, stack_of):
+    found = findings(stack_of(**changes))
+    assert {one.cause for one in found.values() if one.level == "serious"} == ({cause} if check else set())
+    if check:
+        assert found[check].numbers["confidence"] == confidence
+        if cause == "wrong_prompt":
+            assert [value > 1 for value in found[check].numbers["samples"]] == [True, True, False, False]
+        else:
+            assert found[check].numbers["fitted"] == pytest.approx(3.0, rel=1e-4)
+    else:
+        assert found["log_probs"].level == "warning"
+
+
+def test_prompts_of_other_samples_are_found_in_a_run_of_many_prompts(stack_of):
+    stack = stack_of(prompts=("dog", "cat", "sun", "bee") * 2)
+    many = [f"prompt {number}" for number in range(40)]
+    assert examine_inputs(stack, Legs(stack), many)["embeddings"].cause == "wrong_prompt"
+
+
+@pytest.mark.system
+def test_a_prompt_that_was_not_captured_leaves_a_likely_cause(stack_of):
+    found = findings(stack_of(prompts=("dog", "owl", "sun", "bee") * 2))
+    assert found["embeddings"].cause == "wrong_prompt"
+    assert found["embeddings"].numbers["confidence"] == "certain"  # both are in the pool
+    stack = stack_of(prompts=("dog", "owl", "sun", "bee") * 2)
+    named = examine_inputs(stack, Legs(stack), ["dog", "owl"])["embeddings"]
+    assert (named.cause, named.numbers["confidence"]) == ("wrong_prompt", "likely")
+
+
+@pytest.mark.system
+def test_captures_that_cannot_tell_say_so(stack_of):
+    found = findings(stack_of(guidance_scale=None))
+    assert {one.level for one in found.values()} == {"note"}
+    plain = findings(stack_of(adapter=None, adapter_alpha=None))
+    assert plain["log_probs"].level == "warning"  # the adapter did act
+
+
+def test_a_trainer_that_scores_otherwise_is_told_from_an_engine_that_samples_otherwise(stack_of, captured):
+    """The engine's own noise level is captured, and the trainer scores at another."""
+    own = torch.as_tensor(captured["log_probs"])[:4]
+    stack = stack_of()
+    assert examine_trainer(stack, own, POOL).level == "healthy"
+    scored = stack_of(noise_level=0.75)
+    legs = Legs(scored)
+    claimed = MEAN.of(legs.square, legs.std, legs.step, legs.noise[0, 0].numel())
+    found = examine_trainer(stack, claimed, POOL)
+    assert (found.cause, found.numbers["side"]) == ("noise_level", "trainer")
+    assert found.numbers["fitted"] == pytest.approx(0.75, rel=1e-4)
+    newer = own + 1e-2 * torch.randn(own.shape, generator=torch.Generator().manual_seed(0))
+    assert examine_trainer(stack, newer, POOL).level == "note"

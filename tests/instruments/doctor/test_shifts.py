@@ -1,0 +1,34 @@
+"""Schedules of a model's scheduler with another shift."""
+
+import pytest
+
+from flowcorr.config import ModelConfig
+from flowcorr.instruments.doctor.shifts import own_shift, schedule, scheduler_with, with_shift
+from flowcorr.models import load_family
+from tests.shallow import SHALLOW
+
+SHAPE, STEPS = (4, 4, 8), 5
+
+
+@pytest.fixture(scope="module")
+def family():
+    return load_family(ModelConfig(path=SHALLOW))
+
+
+def test_the_models_own_shift_gives_its_own_schedule(family):
+    own = own_shift(family, SHAPE)
+    assert own == family.pipeline.scheduler.config.shift
+    assert with_shift(family, STEPS, SHAPE, own) == family.schedule(STEPS, SHAPE)
+    assert with_shift(family, STEPS, SHAPE, 2 * own).sigmas[2] > family.schedule(STEPS, SHAPE).sigmas[2]
+
+
+def test_the_scheduler_is_put_back(family):
+    before = family.pipeline.scheduler
+    with scheduler_with(family, {"shift": 7.0}):
+        assert family.pipeline.scheduler.config.shift == 7.0
+    assert family.pipeline.scheduler is before
+
+
+def test_a_schedule_that_cannot_be_made_is_none(family):
+    with scheduler_with(family, {"use_dynamic_shifting": True}):
+        assert schedule(family, STEPS, SHAPE, "equal steps") is None
