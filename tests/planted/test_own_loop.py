@@ -1,5 +1,7 @@
 """Faults of a loop of one's own: the cause that the doctor names, and the first line of the audit."""
 
+from pathlib import Path
+
 import pytest
 
 from flowcorr.instruments.audit import audit_folder
@@ -25,7 +27,6 @@ NAMED = {
     "vae_shift_missing": "decoder_unscaled",
     "vae_scaling_twice": "decoder_unscaled",
     "vae_scaling": "decoder_unscaled",
-    "timesteps_of_next_step": "timesteps",
     "timesteps_whole": "timesteps",
     "pooled_of_another": "wrong_prompt",
     "step_noise_large": "noise_scale",
@@ -50,6 +51,11 @@ FAST = {
     "step_noise_large",
 }
 FAULTS = {fault.name: fault for fault in (*DRAWN, *NUMBERS)}
+
+
+def test_the_page_has_each_cause_that_is_named():
+    page = (Path(__file__).parent / "results.md").read_text(encoding="utf-8")
+    assert [cause for cause in NAMED.values() if f"`{cause}`" not in page] == []
 
 
 def test_twenty_faults_were_drawn_and_none_is_a_number():

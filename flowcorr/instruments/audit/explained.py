@@ -127,9 +127,9 @@ def _limit(gap: Terms, stated: Stated, index: int) -> float:
         following = sigma - step if math.isfinite(step) else float(lower.max()) if lower.numel() else 0.0
     if not math.isfinite(sigma):
         return math.inf
-    levels = (torch.tensor([value], dtype=torch.float64) for value in (sigma, max(following, 0.0)))
+    before, after = (torch.tensor([level], dtype=torch.float64) for level in (sigma, max(following, 0.0)))
     try:
-        plain = distances(stated.sde_type, *levels, stated.noise_level, stated.velocity_gap)
+        plain = distances(stated.sde_type, before, after, stated.noise_level, stated.velocity_gap)
         return float(plain) * (1 + max(0.0, stated.guidance_scale - 1) * _GROWTH)
     except FlowcorrError:  # no noise level of an SDE step
         return math.inf

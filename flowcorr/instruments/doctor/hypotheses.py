@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 
+from flowcorr import sde
 from flowcorr.dumps.replay import SDE_TYPES
 from flowcorr.instruments.doctor.legs import Legs
 from flowcorr.instruments.doctor.shifts import SHIFTS, own_shift, with_shift
@@ -277,7 +279,7 @@ def _about_steps(stack: Stack, legs: Legs) -> Iterator[Hypothesis]:
                 cause="sde_type",
                 message=f"with sde_type {kind}, where {inputs.sde_type} was captured",
                 remedy="give both stacks one sde_type, and capture that of the engine",
-                inputs=(replace(inputs, sde_type=kind),),
+                inputs=(replace(inputs, sde_type=cast(sde.SdeType, kind)),),
             )
     highest = 1.0 if inputs.sde_type == "cps" else _HIGHEST_LEVEL
     told = legs.convention is not None or stack.samples.log_probs is not None

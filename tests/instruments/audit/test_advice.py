@@ -304,7 +304,7 @@ def test_a_trainer_in_the_advised_mode_is_told_to_change_nothing():
 
 
 def test_a_gap_to_close_at_its_source_is_no_reason_to_change_nothing():
-    facts = replace(FACTS, joint_nats=LARGEST_DISTANCE**2 * D * 2, clip_by_step=WIDE)
+    facts = replace(FACTS, stale_nats=0.04, exact_ess=0.9 * rules.MIN_ESS, clip_by_step=WIDE)
     again = advise(replace(facts, correction=correction_of(advise(facts))))
     assert (again.kind, again.yaml) == ("repair", "")
     assert "change nothing" not in again.verdict
