@@ -17,7 +17,7 @@ from torch import Tensor, quantile
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.correction.bounds import AUTO
 from flowcorr.correction.modes import OUTLIER_Z
-from flowcorr.instruments.audit.explained import Beyond
+from flowcorr.instruments.audit.explained import REMEDY, VERDICT, Beyond
 from flowcorr.instruments.clip_noise import clip_text
 from flowcorr.instruments.finding import Finding, Level
 from flowcorr.instruments.gap_words import two_digits
@@ -175,25 +175,17 @@ def advise(facts: Facts, *, of_recipe: bool = True) -> list[Finding]:
         "ESS of exact weights": facts.exact_ess,
         "clip needed": facts.clip_needed,
     }
+    reasons = {"size": _about_gap(facts, kind)}
+    if not facts.unexplained:
+        reasons |= {
+            "mode": _about_mode(facts, kind, bypass),
+            "weights": _about_weights(facts, kind),
+            "rejection": _about_rejection(facts, bypass),
+        }
+    told = [Finding(level="note", cause=name, sentence=text) for name, text in reasons.items()]
     if facts.unexplained:
-        return [
-            Finding(
-                level=LEVELS[kind],
-                cause="gap",
-                sentence="flowcorr doctor comes first: the gap is larger than the run's precision explains, so a part "
-                "of engine or trainer is wrong",
-                numbers=numbers,
-                remedy="replay captured samples, flowcorr doctor FOLDER --model PATH, or examine the engine, flowcorr "
-                "doctor RECIPE; no correction repairs a fault",
-            ),
-            Finding(level="note", cause="size", sentence=_about_gap(facts, kind)),
-        ]
-    reasons = {
-        "size": _about_gap(facts, kind),
-        "mode": _about_mode(facts, kind, bypass),
-        "weights": _about_weights(facts, kind),
-        "rejection": _about_rejection(facts, bypass),
-    }
+        fault = Finding(level=LEVELS[kind], cause="gap", sentence=VERDICT, numbers=numbers, remedy=REMEDY)
+        return [fault, *told]
     found = [
         Finding(
             level=LEVELS[kind],
@@ -210,7 +202,7 @@ def advise(facts: Facts, *, of_recipe: bool = True) -> list[Finding]:
     if wider and of_recipe:
         sentence = "or bypass, with a clip range above the noise"
         found.append(Finding(level="note", cause="wider_clip", sentence=sentence, keys=wider))
-    return found + [Finding(level="note", cause=name, sentence=text) for name, text in reasons.items()]
+    return found + told
 
 
 def kind_of(facts: Facts) -> Kind:
@@ -289,11 +281,7 @@ def _about_gap(facts: Facts, kind: Kind) -> str:
         keys = "rollout.max_staleness or rollout.staleness, whichever is set"
         return f"{gap} It is mostly staleness: lower {keys}, or actor.lr."
     if facts.beyond is not None:
-        at = facts.beyond
-        return (
-            f"{gap} At step {at.step_index}, where it is farthest beyond, r is {at.r:.2g}, and {at.precision} explains "
-            f"{at.limit:.2g}. If older weights sampled, dump policy_versions and version: those samples are not judged."
-        )
+        return f"{gap} {facts.beyond}"
     return (
         f"{gap} Beyond r = {LARGEST_DISTANCE:g} no precision explains a gap, and weights cannot remove its bias."
         f"{_about_quantization(facts)}"

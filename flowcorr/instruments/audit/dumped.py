@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from flowcorr.correction import OFF
 from flowcorr.dumps import DumpedTerms

@@ -17,6 +17,14 @@ from flowcorr.rollout.precision import ROUNDINGS, accounted_gap, coarse_weights,
 from flowcorr.rollout.step_distance import distances
 from flowcorr.sde import SdeType
 
+VERDICT = (
+    "flowcorr doctor comes first: the gap is larger than the run's precision explains, so a part of engine or trainer "
+    "is wrong"
+)
+REMEDY = (
+    "replay captured samples, flowcorr doctor FOLDER --model PATH, or examine the engine, flowcorr doctor RECIPE; no "
+    "correction repairs a fault"
+)
 COARSEST = "int4"
 """The rounding that is taken where a run does not state its precision."""
 # Guided velocities are larger than those of `distances`, which the same share of them moves farther. In int4, steps of
@@ -93,6 +101,12 @@ class Beyond:
     r: float
     limit: float
     precision: str
+
+    def __str__(self) -> str:
+        return (
+            f"At step {self.step_index}, where it is farthest beyond, r is {self.r:.2g}, and {self.precision} explains "
+            f"{self.limit:.2g}. If older weights sampled, dump policy_versions and version: these samples are left out."
+        )
 
 
 def beyond(gap: Terms, stated: Stated) -> Beyond | None:
