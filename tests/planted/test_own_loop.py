@@ -101,7 +101,7 @@ def _own_shift():
 def test_the_audit_of_a_wrong_noise_level_sends_to_the_doctor(tmp_path):
     dump_fault(FAULTS["noise_level"], FAULTS["noise_level"].sizes[0], tmp_path)
     report = audit_folder(tmp_path)
-    assert report.fact("joint_nats") == pytest.approx(6.3, rel=0.05)
+    assert report.fact("joint_nats") == pytest.approx(5.0, rel=0.05)
     assert "flowcorr doctor" in report.verdict
     assert not any(finding.keys or finding.cause == "mode" for finding in report.findings)
 

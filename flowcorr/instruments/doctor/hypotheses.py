@@ -376,7 +376,7 @@ def _about_schedule(stack: Stack) -> Iterator[Hypothesis]:
         about="schedule",
         number=Number(
             inputs=shifted,
-            starts=tuple(own * factor for factor in (1.0, 0.5, 2.0, 1 / 3, 3.0)),
+            starts=tuple(own * factor for factor in (1.0, 0.8, 1.25, 0.65, 1.5, 0.5, 2.0, 1 / 3, 3.0)),
             low=SHIFTS[0],
             high=SHIFTS[1],
         ),

@@ -6,7 +6,6 @@ from tiny_pipelines import PIPELINES, connect, overrides
 
 import flowcorr
 from flowcorr.config import load
-from flowcorr.errors import ConfigError
 from flowcorr.instruments.doctor import examine_dump
 
 PROMPTS = ("a cat", "a dog", "the sun")
@@ -88,8 +87,3 @@ def test_frames_that_are_not_the_whole_video_in_order_are_named(change, held, mo
     report = examined(tmp_path, model, images=change(model[1]["images"]))
     assert {*report.causes()} == {"frames"}
     assert held in report.findings[0].sentence
-
-
-def test_videos_of_another_size_are_refused(model, tmp_path):
-    with pytest.raises(ConfigError, match="size or number of frames"):
-        examined(tmp_path, model, images=model[1]["images"][:, :, :16])
