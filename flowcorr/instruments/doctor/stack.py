@@ -23,7 +23,7 @@ from flowcorr.errors import ConfigError
 from flowcorr.lora import ADAPTER, adapter_state, add_adapter
 from flowcorr.models import DTYPES, Conditioning, Guidance, ModelFamily, Schedule
 from flowcorr.models.adapter_files import plain_name
-from flowcorr.models.base import with_negative
+from flowcorr.models.negatives import with_negative
 from flowcorr.records import Prompt
 from flowcorr.references import Reference
 from flowcorr.sde.transition import over_elements
