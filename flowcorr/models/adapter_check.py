@@ -107,7 +107,7 @@ def compare_with_pipeline(
         num_inference_steps: of the schedule.
 
     Raises:
-        CannotCompare: the pipeline's own call fails.
+        CannotCompare: the pipeline's own call fails, or takes no references beside a family that reads them.
         ConfigError: a method of the family returns another shape, or reads what an engine does not have.
     """
     return _Comparison(family, prompts, guidance, (height, width, num_frames), num_inference_steps).result()
@@ -144,7 +144,12 @@ class _Comparison:
         num_steps: int,
     ) -> None:
         self.family, self.prompts = family, prompts
-        if "negative_prompt" not in inspect.signature(family.pipeline.__call__).parameters:
+        accepted = inspect.signature(family.pipeline.__call__).parameters
+        if any(prompt.images for prompt in prompts) and "image" not in accepted:
+            raise CannotCompare(
+                f"{type(family.pipeline).__name__} takes no reference images, which {family.place()} reads"
+            )
+        if "negative_prompt" not in accepted:
             guidance = replace(guidance, negative_prompt="")
             prompts = [replace(prompt, negative_prompt=None) for prompt in prompts]
         self.guidance = guidance

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny_pipelines import build_tiny_flux
 
+from flowcorr.errors import ConfigError
 from flowcorr.models import Guidance
 from tests.models.packed import (
     FLUX,
@@ -48,8 +49,13 @@ def test_encode_is_the_pipelines_own(family):
 
 
 def test_schnell_is_the_pipelines(schnell):
-    assert_velocity_is_the_pipelines(FLUX, schnell, GUIDANCE)
-    assert_ode_is_the_pipelines(FLUX, schnell, GUIDANCE)
+    assert_velocity_is_the_pipelines(FLUX, schnell, Guidance())
+    assert_ode_is_the_pipelines(FLUX, schnell, Guidance())
+
+
+def test_guidance_that_schnell_does_not_read_is_refused(schnell):
+    with pytest.raises(ConfigError, match=r"sampling\.guidance_scale=3\.5 .*set it to 1"):
+        schnell.encode(prompts_of(PROMPTS), GUIDANCE)
 
 
 @pytest.mark.parametrize(("variant", "reads"), [("family", True), ("schnell", False)])
@@ -60,7 +66,7 @@ def test_only_dev_reads_the_guidance_scale(request, variant, reads):
         family.transformer,
         noise(),
         torch.tensor([912.5, 303.0]),
-        family.encode(prompts_of(PROMPTS), GUIDANCE),
+        family.encode(prompts_of(PROMPTS), Guidance()),
     )
     weak, strong = (family.velocity(*inputs, Guidance(guidance_scale=scale)) for scale in (1.0, 7.0))
     assert ((weak - strong).abs().max() > 1e-3) == reads

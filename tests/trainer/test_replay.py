@@ -423,7 +423,7 @@ RUNS = {
     "red and blue exchanged": (returning(images=lambda rollout: rollout.images.flip(-1)), "image_channels"),
     "the VAE's scale 10 % off": (
         vae_configured(lambda vae: {"scaling_factor": 1.1 * vae.scaling_factor}),
-        "image_error",
+        "image_level",
     ),
 }
 

@@ -57,8 +57,8 @@ def test_tables_have_rows_of_one_length():
 @pytest.mark.parametrize("name", INTERFACES)
 def test_an_interface_is_explained_by_its_last_part(name):
     last = name.rpartition(".")[2]
-    assert explanation(last) == explanation(name)
-    assert explanation(last).startswith(f"{name} (")
+    assert explanation(name).startswith(f"{name} (")
+    assert explanation(name) in explanation(last)  # which may be a word, too
 
 
 @pytest.mark.parametrize("arguments", [[], ["--all", "kl"]])
