@@ -9,8 +9,7 @@ import pytest
 
 from flowcorr.config import RewardTerm
 from flowcorr.data import PromptStream
-from flowcorr.instruments.limits import Units
-from flowcorr.instruments.rules import examine_step
+from flowcorr.instruments.rules import examine_step, units_of
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Prompt
 from flowcorr.rewards import build_reward
@@ -50,7 +49,8 @@ def test_training_steps(start):
 def broken_replay_rules(run):
     values = train_step(run, 1, lambda phase: None).metrics.compute()
     assert len([name for name in values if name.startswith("rollout_corr/replay/")]) == 6
-    return [finding.cause for finding in examine_step(values, Units()) if finding.cause.startswith("replay")]
+    findings = examine_step(values, units_of(run.config, values))
+    return [finding.cause for finding in findings if finding.cause.startswith("replay")]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
