@@ -15,6 +15,7 @@ from flowcorr.instruments.doctor.legs import LegName, Legs
 from flowcorr.instruments.doctor.stack import VELOCITY_ERROR, Inputs, Stack
 from flowcorr.instruments.finding import Finding
 
+_CLEARLY = 10.0  # times, at least, that the named cause leaves less of the gap than any other
 _EXACT = 1000.0  # times that a replay comes closer, where nothing but its cause brings it there
 _CLOSER = 2.0  # times, at least, that a replay comes closer once its cause is undone
 
@@ -59,8 +60,9 @@ def _explained(
     tried, full = _tried(stack, legs, pool, captured, bad)
     by_sample = [one for one in tried if not one.hypothesis.whole and one not in full]
     partly = [one for one in by_sample if bool(_agrees(one, captured)[failing].any())]
-    causes = {one.hypothesis.cause for one in full}
-    named = full[0] if len(causes) == 1 else partly[0] if not full and len(partly) == 1 else None
+    named = _closest(full)
+    if not full and len(partly) == 1:
+        named = partly[0]
     limits = {leg: tuple(score.tolist()) for leg, score in scores.items()}
     findings: dict[str, Finding] = {
         leg: passed("the replay agrees", samples=limits[leg]) for leg in scores if leg not in bad
@@ -126,6 +128,15 @@ def _tried(
     return tried, sorted(full, key=lambda one: float(one.score.max()))
 
 
+def _closest(full: Sequence[_Tried]) -> _Tried | None:
+    """The closest hypothesis in `full`, which begins with it, if its cause is the only one or clearly closer."""
+    if not full:
+        return None
+    others = [one for one in full if one.hypothesis.cause != full[0].hypothesis.cause]
+    near = _CLEARLY * float(full[0].score.max())
+    return full[0] if all(near <= float(one.score.max()) for one in others) else None
+
+
 def _is_exact(one: _Tried, captured: Tensor) -> bool:
     """Whether a gap of many limits is gone, which no number does by chance."""
     return bool((captured > _EXACT * one.score.clamp(min=1))[captured > 1].all())
@@ -151,8 +162,8 @@ def examine_trainer(stack: Stack, log_probs: Tensor, pool: Sequence[str]) -> Fin
             f"the trainer scores as the replay does; at most {max(limits):.2g} limits", samples=limits
         )
     _, full = _tried(stack, legs, pool, scores, legs.known)
-    if len({one.hypothesis.cause for one in full}) == 1:
-        named = full[0]
+    named = _closest(full)
+    if named is not None:
         return failed(
             f"the trainer computed {named.hypothesis.message}; {evidence}; with this undone by {_row(named.score)}",
             "give the trainer the engine's inputs: this gap is in its own log-probs, which no correction repairs",
