@@ -33,7 +33,7 @@ from flowcorr.correction.earlier import Units, measured_noise, measured_slack
 from flowcorr.correction.modes import OUTLIER_Z
 from flowcorr.correction.ratios import LogRatios, log_ratios
 from flowcorr.correction.rejection import from_near_normal
-from flowcorr.correction.robust import Noise
+from flowcorr.correction.robust import Noise, nan_median
 from flowcorr.metrics import Metrics, Stat, maximum
 from flowcorr.records import Terms
 
@@ -80,7 +80,7 @@ class _History:
         count = self.count + seen
         place = torch.arange(WARM_UP, device=seen.device)[:, None]
         first = torch.where((place == self.count) & seen, new[:, None], self.first)
-        middle = first.where(place < count, math.nan).nanquantile(0.5, dim=1).nan_to_num(0.0)
+        middle = nan_median(first.where(place < count, math.nan).transpose(1, 2)).nan_to_num(0.0)
         most = MOST_MOVED * (OUTLIER_Z * old[1] + slack)
         most = torch.stack([most, most / OUTLIER_Z])
         following = torch.where(seen, old + (GAIN * (new - old)).clamp(-most, most), old)

@@ -69,6 +69,20 @@ class _Row:
     largest: Tensor
 
 
+def nan_median(values: Tensor) -> Tensor:
+    """The median along the last dimension, halfway between the middle two of an even number; NaN where there is none.
+
+    Not `nanquantile`: it is limited to 16 million values, and some releases of torch read the device in it, which
+    has no values to read where a step is only planned.
+
+    Args:
+        values: of any shape; NaN does not count.
+    """
+    ordered, count = values.sort(dim=-1).values, (~values.isnan()).sum(-1, keepdim=True)
+    low, high = (ordered.gather(-1, place) for place in ((count - 1).clamp(min=0) // 2, count // 2))
+    return torch.lerp(low, high, 0.5).squeeze(-1)
+
+
 def robust_z(
     values: Tensor,
     valid: Tensor,
@@ -144,11 +158,11 @@ def _rows(values: Tensor, valid: Tensor, rows: Tensor, num_rows: int, group: Gro
     values, valid, rows = gather_rows(columns, "the statistics of a batch", group).unbind(-1)
     for row in range(num_rows):
         terms = values.masked_fill((valid == 0) | (rows != row), math.nan).flatten()
-        median = terms.nanquantile(0.5)
+        median = nan_median(terms)
         yield _Row(
             count=terms.isfinite().sum(),
             median=median,
-            deviation=MAD_TO_STD * (terms - median).abs().nanquantile(0.5),
+            deviation=MAD_TO_STD * nan_median((terms - median).abs()),
             smallest=terms.nan_to_num(math.inf).amin(),
             largest=terms.nan_to_num(-math.inf).amax(),
         )

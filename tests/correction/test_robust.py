@@ -7,11 +7,13 @@ import statistics
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flowcorr.correction import RS_MODES, RolloutCorrectionConfig
 from flowcorr.correction import compute_rollout_correction_and_rejection_mask as correct
 from flowcorr.correction.modes import OUTLIER_Z
-from flowcorr.correction.robust import outlier_band
+from flowcorr.correction.robust import nan_median, outlier_band
 
 AUTO_MODES = tuple(mode for mode in RS_MODES if mode != "step_z")
 SAMPLES = 96
@@ -198,3 +200,15 @@ def test_step_z_needs_eight_terms_and_is_blind_to_a_shift():
     assert bool(correct(delta[:7], torch.zeros(7, 1), **options).keep.all())
     assert not bool(correct(delta, torch.zeros(8, 1), **options).keep[0])
     assert bool(correct(torch.full((9, 1), 0.5), torch.zeros(9, 1), **options).keep.all())
+
+
+@given(
+    st.lists(
+        st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), min_size=5, max_size=5), min_size=1, max_size=4
+    )
+)
+def test_a_median_is_that_of_the_values_that_are_there(rows):
+    medians = nan_median(torch.tensor(rows, dtype=torch.float64)).tolist()
+    for median, row in zip(medians, rows, strict=True):
+        there = [value for value in row if not math.isnan(value)]
+        assert median == pytest.approx(statistics.median(there) if there else math.nan, nan_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import zipfile
 from importlib import metadata
 from pathlib import Path
 
@@ -14,8 +15,11 @@ PACKAGES = (
     # OCR; it also needs onnxruntime and OpenCV
     *("rapidocr==3.10.*", "rapidfuzz", "pyclipper", "shapely", "colorlog", "six", "tqdm"),
     *("pytest", "hypothesis", "sortedcontainers"),
+    "bitsandbytes",
 )
 MAX_BYTES = 64 * 2**20
+CUDA = 13
+"""The release of CUDA that bitsandbytes is bundled for; its libraries for all others take most of 64 MiB."""
 PLATFORMS = (
     *(f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 24, 17)),
     *("manylinux2014_x86_64", "manylinux1_x86_64"),
@@ -29,11 +33,24 @@ def fetch(folder: Path, *, python_version: str) -> int:
     for platform in PLATFORMS:
         command += ["--platform", platform]
     code = subprocess.run([*command, *PACKAGES], check=False).returncode
+    for wheel in folder.glob("bitsandbytes-*.whl"):
+        _keep_libraries(wheel, f"cuda{CUDA}")
     size = sum(wheel.stat().st_size for wheel in folder.glob("*.whl"))
     print(
         f"{folder}: {len(list(folder.glob('*.whl')))} wheels, {size / 2**20:.1f} of {MAX_BYTES / 2**20:.0f} MiB"
     )
     return code or int(size > MAX_BYTES)
+
+
+def _keep_libraries(wheel: Path, backend: str) -> None:
+    """Take the compiled libraries of other backends out of a wheel of bitsandbytes."""
+    thin = wheel.with_suffix(".thin")
+    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(thin, "w", zipfile.ZIP_DEFLATED) as kept:
+        for entry in whole.infolist():
+            library = Path(entry.filename)
+            if library.suffix != ".so" or library.stem.startswith(f"libbitsandbytes_{backend}"):
+                kept.writestr(entry, whole.read(entry))
+    thin.replace(wheel)
 
 
 def install(folder: Path) -> None:

@@ -96,21 +96,6 @@ def test_outliers_stand_out_of_the_noise():
     assert spared == pytest.approx(band, rel=0.05)
 
 
-def test_outliers_of_many_terms_are_found_step_by_step(monkeypatch):
-    """As torch refuses quantiles of more than 2^24 numbers, which a long dump has at all steps together."""
-    gap, quantile = normal_gap(0.03), torch.Tensor.nanquantile
-    gap.old_log_prob[:40, 0] = 0.05
-    most = int((gap.step_index == gap.step_index[0, 0]).sum())
-    assert most < gap.step_index.numel()
-
-    def limited(values, *given, **options):
-        assert values.numel() <= most, "quantile() input tensor is too large"
-        return quantile(values, *given, **options)
-
-    monkeypatch.setattr(torch.Tensor, "nanquantile", limited)
-    assert outliers(gap, D)[0] == pytest.approx(40 / gap.step_index.numel())
-
-
 def test_measured_bands_are_those_after_training_steps_like_this_one():
     gap = normal_gap(0.03)
     assert outcomes(gap)["bypass_ppo_clip_auto_rs"].rejected_terms == 0
