@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flowcorr.actor import DiffusionActor
 from flowcorr.actor.scoring import Scorer
@@ -21,6 +23,12 @@ MEMORY = {"unit": "GB", "within": MEMORY_TOLERANCE}
 TIME = {"unit": "s", "within": 0.35}
 SAME_POLICY = 2e-2
 """Nats an element: what rounding in bfloat16 may do to log-probs at most, in another geometry of the same model."""
+ATTENTION = (
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.MATH,
+)
 
 
 def measure(hour: Hour, family: str) -> None:
@@ -82,9 +90,11 @@ def _update(hour: Hour, actor: DiffusionActor, batch: ActorBatch, planned: dict[
 
     before = meter.allocated(hour.device)
     metrics = actor.update(batch, AutoMode.of(actor.config).correction, training_step=1).metrics.compute()
-    hour.row("norm of the gradient", metrics["actor/grad_norm"])
     if not metrics["actor/updates"]:
         hour.row("update", "skipped", failed=True, note="the gradient is not finite, or no term was kept")
+        _not_finite(hour, actor, batch)
+        return
+    hour.row("norm of the gradient", metrics["actor/grad_norm"])
     actor.optimizer.adamw.zero_grad()
     moments = meter.allocated(hour.device) - before
     hour.row("moments", moments / 1e9, expected=planned["moments"] / 1e9, **MEMORY)
@@ -95,6 +105,28 @@ def _update(hour: Hour, actor: DiffusionActor, batch: ActorBatch, planned: dict[
     _report_reads(hour, "update", meter.host_reads(hour.device, learn))
     for kernel, share in meter.kernel_shares(hour.device, learn, most=6).items():
         hour.row(f"update: {kernel[:80]}", share, unit="of the time")
+
+
+def _not_finite(hour: Hour, actor: DiffusionActor, batch: ActorBatch) -> None:
+    """Parameters whose gradient of one sample's log-probs is not finite, by kernel of attention."""
+    sample = batch.rollout.select(slice(1))
+    for kernel in (None, *ATTENTION):
+        name = "any kernel" if kernel is None else kernel.name
+        actor.optimizer.adamw.zero_grad()
+        try:
+            with contextlib.nullcontext() if kernel is None else sdpa_kernel([kernel]):
+                actor.scorer.score(sample).log_probs.sum().backward()
+        except RuntimeError as error:
+            hour.row(f"not finite, {name}", "cannot run", note=str(error)[:200])
+            continue
+        gradients = {
+            name: parameter.grad
+            for name, parameter in actor.weights.parameters.items()
+            if parameter.grad is not None
+        }
+        bad = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
+        ends = ", ".join([*bad[:2], "...", *bad[-2:]]) if bad else ""
+        hour.row(f"not finite, {name}", len(bad), note=f"of {len(gradients)} parameters {ends}".rstrip())
 
 
 def _report_reads(hour: Hour, what: str, reads: dict[str, int] | None) -> None:
