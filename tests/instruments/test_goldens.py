@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from instruments.doctor.plain_loop import dump_steps
 from instruments.goldens import SMALL, audited, compared, examined, half_bound, own_run, reported, watched
+from instruments.simulated_steps import simulated_steps
 
 from flowcorr.rollout import InProcessEngine
 from tests.shallow import SHALLOW
@@ -74,6 +75,10 @@ def test_report_of_a_run(golden, tmp_path):
 
 def test_watch(golden):
     golden("watch", watched())
+
+
+def test_rules_of_simulated_steps(golden):
+    golden("simulated steps", simulated_steps(), rel=1e-6)
 
 
 @pytest.mark.parametrize("fault", ["", "half_bound"])
