@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flowcorr.instruments.metrics.metric import Rule
 from flowcorr.instruments.metrics.of_run import RUN
+from flowcorr.instruments.metrics.rule import Broken, Rule
 
 PREFIX = "reward/image/"
 _METRICS = [row.name for row in RUN if row.name.startswith(PREFIX)]
@@ -18,9 +18,7 @@ _FACTOR_LIMIT = 2.0  # change of another statistic, up or down
 _DIVERSITY_LIMIT = 4.0  # also a factor: the images of a prompt become more alike as a policy learns
 RULE = Rule(
     name="reward_hacking",
-    metric=PREFIX,
     what="drift of the images",
-    high=1.0,
     patience=3,
     advice="look at the images: if they are worse, the policy exploits the reward; add a reward term or a reward.gold "
     "that detects it, raise actor.kl_coef, lower actor.lr, or use an earlier checkpoint; where motion fell, the videos "
@@ -46,6 +44,35 @@ class ImageDrift:
     @property
     def statistic(self) -> str:
         return self.metric.removeprefix(PREFIX)
+
+
+class DriftDetector:
+    """Follows the images of a run, and compares each training step with the first."""
+
+    def __init__(self) -> None:
+        self._start: Mapping[str, Any] | None = None
+
+    def update(self, metrics: Mapping[str, Any]) -> list[Broken]:
+        """The statistic that drifted furthest, where the reward rose and it changed by more than its limit."""
+        start = self._start = metrics if self._start is None else self._start
+        drift = largest_drift(metrics, start)
+        before, now = start.get("reward/mean"), metrics.get("reward/mean")
+        if drift is None or drift.size <= 1 or before is None or now is None or now <= before:
+            return []
+        broken = RULE.broken(
+            f"the reward rose while the image statistic {drift.statistic} changed by more than its limit",
+            {
+                "metric": drift.metric,
+                "value": drift.size,
+                "limit": 1.0,
+                "at the start": drift.start,
+                "now": drift.now,
+                "reward then": before,
+                "reward now": now,
+            },
+            beyond=drift.size - 1,
+        )
+        return [broken]
 
 
 def largest_drift(metrics: Mapping[str, Any], start: Mapping[str, Any]) -> ImageDrift | None:

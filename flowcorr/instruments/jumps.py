@@ -10,8 +10,7 @@ from statistics import median
 from typing import Any
 
 from flowcorr.correction.modes import MAD_TO_STD, OUTLIER_Z
-from flowcorr.instruments.finding import Finding
-from flowcorr.instruments.metrics.metric import DOCTOR, Rule
+from flowcorr.instruments.metrics.rule import DOCTOR, Broken, Rule
 from flowcorr.rollout.precision import NO_GAP
 
 # Each measure, with the value up to which float32 explains it.
@@ -31,6 +30,7 @@ FLOOR = 0.15
 RULE = Rule(
     name="jump",
     what="the gap of both stacks",
+    each_time=True,
     advice="rounding does not jump: a part of the engine broke in this step, or its weights did not arrive; look at "
     f"its log there, and {DOCTOR} on the newest checkpoint",
 )
@@ -42,7 +42,7 @@ class JumpDetector:
     def __init__(self) -> None:
         self._earlier: dict[tuple[str, float], deque[float]] = {}
 
-    def update(self, metrics: Mapping[str, Any]) -> Finding | None:
+    def update(self, metrics: Mapping[str, Any]) -> list[Broken]:
         """The measure that jumps furthest beyond its limit in this step, if any does.
 
         The limit is six robust deviations above the median of the earlier steps, on a logarithmic scale.
@@ -60,22 +60,17 @@ class JumpDetector:
                 deviation = MAD_TO_STD * median(abs(one - usual) for one in earlier)
                 limit = usual + OUTLIER_Z * (deviation + FLOOR)
                 if level > limit:
-                    jump = Finding(
-                        level="warning",
-                        cause=RULE.name,
-                        sentence=f"{RULE.what} jumped out of its spread in the steps before",
-                        numbers={
-                            "metric": metric,
-                            "value": value,
-                            "limit": math.exp(limit),
-                            "usual": math.exp(usual),
-                            "steps before": len(earlier),
-                        },
-                        remedy=RULE.advice,
-                    )
-                    jumps.append((level - limit, jump))
+                    jumps.append((level - limit, self._broken(metric, value, limit, usual, len(earlier))))
             earlier.append(level)
-        return max(jumps, key=lambda found: found[0])[1] if jumps else None
+        return [max(jumps, key=lambda jump: jump[0])[1]] if jumps else []
+
+    def _broken(self, metric: str, value: float, limit: float, usual: float, steps: int) -> Broken:
+        numbers = {"metric": metric, "value": value, "limit": math.exp(limit)}
+        return RULE.broken(
+            f"{RULE.what} jumped out of its spread in the steps before",
+            {**numbers, "usual": math.exp(usual), "steps before": steps},
+            beyond=abs(value - math.exp(limit)),
+        )
 
 
 def _rounding(metric: str) -> float | None:

@@ -151,6 +151,7 @@ class TerminalObserver:
                 self._steps += [values] if values["step"] > 0 else []
 
     def _say_what_is_unhealthy(self, metrics: Mapping[str, float]) -> None:
+        from flowcorr.instruments.metrics.table import rows_of, rules_of
         from flowcorr.instruments.replicas import places_of
         from flowcorr.instruments.rules import HealthMonitor, units_of
 
@@ -158,8 +159,8 @@ class TerminalObserver:
             assert self._config is not None, "a run starts before its first step"
             units = units_of(self._config, metrics)
             assert self._out_dir is not None
-            places = places_of(self._out_dir)
-            self._health = HealthMonitor(units, earlier=self._earlier(), places=places)
+            places, rules = places_of(self._out_dir), rules_of(rows_of(self._config))
+            self._health = HealthMonitor(units, rules, earlier=self._earlier(), places=places)
         for finding in self._health.update(metrics):
             if finding.level != "note":
                 self._say(str(finding), prose=True)

@@ -20,8 +20,8 @@ from types import MappingProxyType
 from typing import Any
 
 from flowcorr.correction.modes import OUTLIER_Z
-from flowcorr.instruments.finding import Column, Finding, Table
-from flowcorr.instruments.metrics.metric import Rule
+from flowcorr.instruments.finding import Column, Table
+from flowcorr.instruments.metrics.rule import Broken, Rule
 from flowcorr.trainer.events import EVENTS_FILE, read_events
 
 WINDOW = 8  # training steps that are looked at together
@@ -36,9 +36,7 @@ _ROUNDING = 1e-9  # of a gap that is 0
 
 RULE = Rule(
     name="worker",
-    metric="rollout_corr/worker_<i>/relative_gap",
     what="a rollout worker's gap beside that of the others",
-    high=LEAST_FACTOR,
     advice="the fault is this worker's own: compare its weights, its adapter and its versions of packages with another "
     "worker's; a band of `auto` thresholds rejects what it samples where it leaves the noise of the others",
 )
@@ -56,7 +54,7 @@ class ReplicaMonitor:
         # By worker, the logarithm of its gap beside the median of the others', of the last training steps.
         self._distances: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=EARLIER))
 
-    def update(self, metrics: Mapping[str, Any]) -> list[Finding]:
+    def update(self, metrics: Mapping[str, Any]) -> list[Broken]:
         """The workers that are at fault after this training step: their gap beside that of the others."""
         gaps = {
             int(match[1]): math.log(value + _ROUNDING)
@@ -79,21 +77,15 @@ class ReplicaMonitor:
                 found.append(self._odd(worker, math.exp(fmean(distances)), math.exp(limit)))
         return found
 
-    def _odd(self, worker: int, factor: float, limit: float) -> Finding:
+    def _odd(self, worker: int, factor: float, limit: float) -> Broken:
         known = worker in self._places
         place = f" ({self._places[worker]})" if known else ""
-        return Finding(
-            level="warning",
-            cause=RULE.name,
-            sentence=f"the gap of rollout worker {worker}{place} is larger than that of the others",
-            numbers={
-                "metric": _METRIC.format(worker),
-                "value": factor,
-                "limit": limit,
-                "worker": worker,
-                **({"place": self._places[worker]} if known else {}),
-            },
-            remedy=RULE.advice,
+        numbers = {"metric": _METRIC.format(worker), "value": factor, "limit": limit, "worker": worker}
+        return RULE.broken(
+            f"the gap of rollout worker {worker}{place} is larger than that of the others",
+            numbers | ({"place": self._places[worker]} if known else {}),
+            beyond=factor - limit,
+            part=f"worker {worker}",
         )
 
     def _noise(self) -> float:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from flowcorr.instruments.image_drift import largest_drift
-from flowcorr.instruments.limits import Units
-from flowcorr.instruments.rules import HealthMonitor, examine_run, examine_step
+from flowcorr.instruments.image_drift import DriftDetector, largest_drift
+from flowcorr.instruments.metrics.rule import Units
+from flowcorr.instruments.rules import HealthMonitor, examine_run
 
 START = {
     "reward/mean": 0.5,
@@ -17,6 +17,13 @@ START = {
 
 def record(step, reward, **statistics):
     return {"step": step, "reward/mean": reward, **{f"reward/image/{k}": v for k, v in statistics.items()}}
+
+
+def judged(metrics):
+    """The rules that a step breaks after one with the values of `START`."""
+    detector = DriftDetector()
+    assert detector.update(START) == []
+    return detector.update(metrics)
 
 
 @pytest.mark.parametrize(
@@ -45,13 +52,12 @@ def test_a_blank_image_is_far_from_any_start():
     ("reward", "dark", "broken"), [(0.9, 0.93, True), (0.4, 0.93, False), (0.9, 0.6, False)]
 )
 def test_images_are_judged_while_the_reward_rises(reward, dark, broken):
-    found = examine_step(record(9, reward, dark=dark), Units(), start=START)
-    assert [finding.cause for finding in found] == ["reward_hacking"] * broken
+    found = judged(record(9, reward, dark=dark))
+    assert [one.finding.cause for one in found] == ["reward_hacking"] * broken
     if broken:
-        numbers = found[0].numbers
+        numbers = found[0].finding.numbers
         assert (numbers["reward then"], numbers["reward now"]) == (0.5, 0.9)
         assert (numbers["at the start"], numbers["now"]) == (0.45, 0.93)
-        assert examine_step(record(9, reward, dark=dark), Units()) == []
 
 
 def test_a_monitor_tells_it_once_after_three_steps_also_in_a_resumed_run():
@@ -73,7 +79,7 @@ def test_scores_that_a_reward_names_like_statistics_tell_nothing():
 
 
 def test_a_policy_that_freezes_its_videos_shows():
-    (found,) = examine_step(record(9, 0.9, dark=0.45, motion=0.001), Units(), start=START)
-    assert found.cause == "reward_hacking"
-    assert found.numbers["metric"] == "reward/image/motion"
-    assert (found.numbers["at the start"], found.numbers["now"]) == (0.04, 0.001)
+    (found,) = judged(record(9, 0.9, dark=0.45, motion=0.001))
+    numbers = found.finding.numbers
+    assert numbers["metric"] == "reward/image/motion"
+    assert (numbers["at the start"], numbers["now"]) == (0.04, 0.001)

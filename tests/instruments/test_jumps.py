@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flowcorr.instruments.jumps import EARLIER, JumpDetector
-from flowcorr.instruments.limits import Units
+from flowcorr.instruments.metrics.rule import Units
 from flowcorr.instruments.rules import HealthMonitor, examine_run
 
 GAP = "rollout_corr/logprob_abs_diff_mean"
@@ -98,5 +98,5 @@ def test_the_measure_that_jumps_furthest_is_told():
     detector = JumpDetector()
     for value in gaps(10):
         detector.update({GAP: value, "rollout_corr/replay/window": 100 * value})
-    jump = detector.update({GAP: 1e-2, "rollout_corr/replay/window": 1e2})
-    assert jump.numbers["metric"] == "rollout_corr/replay/window"
+    (jump,) = detector.update({GAP: 1e-2, "rollout_corr/replay/window": 1e2})
+    assert jump.finding.numbers["metric"] == "rollout_corr/replay/window"

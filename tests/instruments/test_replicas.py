@@ -2,11 +2,10 @@
 
 import json
 import random
-import re
 
 import pytest
 
-from flowcorr.instruments.limits import Units
+from flowcorr.instruments.metrics.rule import Units
 from flowcorr.instruments.replicas import ReplicaMonitor, places_of, worker_table
 from flowcorr.instruments.rules import HealthMonitor, examine_run
 
@@ -15,7 +14,7 @@ WORKERS = 4
 
 def number(odd):
     """Of the worker that a finding names."""
-    return int(re.search(r"worker_(\d+)", odd.numbers["metric"])[1])
+    return odd.finding.numbers["worker"]
 
 
 def step_of(seed, factors=(), *, spread=0.1, workers=WORKERS):
@@ -72,7 +71,8 @@ def test_the_finding_comes_once_and_says_where_the_worker_runs():
     assert (finding.numbers["worker"], finding.numbers["place"]) == (1, "host a, process 7, GPU 3")
     records = [step | {"step": number} for number, step in enumerate(steps, 1)]
     (of_run,) = examine_run(records, Units())
-    assert (of_run.cause, of_run.numbers["step"], of_run.numbers["worker"]) == ("worker", 4, 1)
+    assert (of_run.cause, of_run.numbers["step"], of_run.numbers["worker"]) == ("worker", 12, 1)
+    assert (of_run.numbers["steps"], "place" in of_run.numbers) == (9, False)
     assert "place" not in of_run.numbers
 
 

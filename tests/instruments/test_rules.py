@@ -1,28 +1,31 @@
 """Metrics are judged in the units of the configuration, over steps and over runs."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from flowcorr.config import load, load_mapping
-from flowcorr.instruments.limits import Units
 from flowcorr.instruments.metrics.metric import NATS
-from flowcorr.instruments.rules import HealthMonitor, examine_run, examine_step, units_of, units_of_setting
+from flowcorr.instruments.metrics.rule import Units
+from flowcorr.instruments.metrics.table import RULES
+from flowcorr.instruments.rules import HealthMonitor, examine_run, units_of, units_of_setting
 from flowcorr.instruments.setting import Setting
 from flowcorr.rollout.precision import LARGEST_DISTANCE, MARGIN, ROUNDINGS
+from tests.judging import examine_step
 
 SIZE = {"rollout/num_elements": 512}
 SECTION = "algorithm.rollout_correction"
 CAPPED = Units(cap=2.0, bypass=True, num_terms=2048, num_elements=1024)
 
 
-def rules(metrics, units=CAPPED):
+def causes(metrics, units=CAPPED):
     return [finding.cause for finding in examine_step(metrics, units)]
 
 
 def test_what_was_not_measured_is_not_judged():
-    assert rules({}) == []
-    assert rules({"rollout_corr/kl": None}) == []
+    assert causes({}) == []
+    assert causes({"rollout_corr/kl": None}) == []
 
 
 # The largest kl of clean runs of the recipe in 12 steps, nats an element: (examples/mismatch_study, r^2 / 2).
@@ -33,9 +36,9 @@ def test_what_was_not_measured_is_not_judged():
 def test_the_kl_is_judged_by_what_the_precision_explains(emulate, clean, fault, scale):
     section = f"{SECTION}={{preset: decoupled_seq_is, log_ratio_scale: {scale}}}"
     units = units_of(load("tiny_ocr_lora", [f"rollout.emulate={emulate}", section]), SIZE)
-    assert rules({"rollout_corr/kl": clean}, units) == []
-    assert rules({"rollout_corr/kl": fault}, units) == ["kl"]
-    assert rules({"rollout_corr/kl": -fault}, units) == ["kl"]
+    assert causes({"rollout_corr/kl": clean}, units) == []
+    assert causes({"rollout_corr/kl": fault}, units) == ["kl"]
+    assert causes({"rollout_corr/kl": -fault}, units) == ["kl"]
 
 
 def test_where_the_precision_is_not_known_or_weights_are_stale_any_precision_passes():
@@ -45,8 +48,8 @@ def test_where_the_precision_is_not_known_or_weights_are_stale_any_precision_pas
     assert known.usual_distance < 1e-5
     for units in (foreign, stale, units_of(config, {})):
         assert units.usual_distance == LARGEST_DISTANCE
-        assert rules({"rollout_corr/kl": 0.04}, units) == []
-        assert rules({"rollout_corr/kl": 0.1}, units) == ["kl"]
+        assert causes({"rollout_corr/kl": 0.04}, units) == []
+        assert causes({"rollout_corr/kl": 0.1}, units) == ["kl"]
 
 
 def test_the_gap_that_precision_explains_is_the_one_that_the_run_logged():
@@ -54,12 +57,15 @@ def test_the_gap_that_precision_explains_is_the_one_that_the_run_logged():
     config = load("tiny_ocr_lora", ["rollout.dtype=bfloat16", "sampling.guidance_scale=3.5"])
     guided, distilled = (units_of(config, {**SIZE, **gap}) for gap in ({}, {"rollout/usual_gap": 0.034}))
     assert guided.usual_gap > 0.09
-    assert rules({"rollout_corr/replay/window": 0.05}, guided) == []
-    assert rules({"rollout_corr/replay/window": 0.05}, distilled) == ["replay_window"]
+    assert causes({"rollout_corr/replay/window": 0.05}, guided) == []
+    assert causes({"rollout_corr/replay/window": 0.05}, distilled) == ["replay_window"]
     assert distilled.usual_distance / guided.usual_distance == pytest.approx(0.034 / guided.usual_gap)
-    ratios = {name: limit / guided.rounding[name] for name, limit in distilled.rounding.items()}
-    assert ratios["path_after"] == pytest.approx(0.034 / guided.usual_gap)
-    assert ratios["image_error"] == 1
+    rules = {rule.name: rule for rule in RULES}
+    ratios = {
+        name: rules[name].limits(distilled)[1] / rules[name].limits(guided)[1]
+        for name in ("path_after", "image_error")
+    }
+    assert ratios == {"path_after": pytest.approx(0.034 / guided.usual_gap), "image_error": 1}
 
 
 def test_units_of_a_configuration():
@@ -69,20 +75,21 @@ def test_units_of_a_configuration():
 
 def test_units_without_correction_and_without_one_cap():
     units = units_of(load("tiny_ocr_lora", [f"{SECTION}=null"]), SIZE)
-    assert replace(units, rounding={}) == Units(
+    assert units == Units(
+        config=units.config,
         num_terms=192,
         num_elements=512,
         usual_gap=MARGIN * ROUNDINGS["fp8"].plain,
         usual_distance=units.usual_distance,
     )
-    assert units_of(load("tiny_ocr_lora", [f"{SECTION}.preset=decoupled_token_icepop"]), SIZE).cap is None
+    assert units_of(load("tiny_ocr_lora", [f"{SECTION}.preset=decoupled_token_icepop"]), SIZE).cap == math.inf
     assert units_of(load("tiny_ocr_lora", [f"{SECTION}.preset=bypass_ppo_clip"]), SIZE).bypass
 
 
 def test_weights_that_multiply_nothing_are_noted_only():
     shown = f"{SECTION}={{preset: null, bypass_mode: true, rollout_is: token, log_ratio_scale: sum}}"
     units = units_of(load("tiny_ocr_lora", [shown]), SIZE)
-    assert (units.weighted, units.cap) == (False, None)
+    assert (units.weighted, units.cap) == (False, math.inf)
     names = ("mean", "std", "max", "eff_sample_size")
     metrics = {
         f"actor/rollout_corr/rollout_is_{name}": value

@@ -14,7 +14,7 @@ from flowcorr.data import PromptStream
 from flowcorr.errors import BackendError, BatchError, ConfigError
 from flowcorr.instruments.doctor.examination import examine, first_prompts
 from flowcorr.instruments.finding import Report
-from flowcorr.instruments.rules import NUM_ELEMENTS, examine_step, units_of
+from flowcorr.instruments.rules import NUM_ELEMENTS, units_of
 from flowcorr.metrics import Metrics
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Prompt
@@ -26,6 +26,7 @@ from flowcorr.trainer.noise import NoiseMeter
 from flowcorr.trainer.replay import measure_replay
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.setup import load_model
+from tests.judging import examine_step
 from tests.planted.plants import Plant, own_engine
 from tests.planted.table import FAULTS, Fault
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from flowcorr import sde
-from flowcorr.instruments.limits import Units
-from flowcorr.instruments.rules import examine_step
+from flowcorr.instruments.metrics.rule import Units
 from flowcorr.trainer.noise import FirstScores, NoiseMeter, WindowResiduals, scored_by_sampler
 from flowcorr.trainer.residuals import RESIDUALS
+from tests.judging import examine_step
 
 STEP = 1
 NAMES = {f"rollout/noise_{name}" for name in ("std", "mean", "tails", "shared_by", "z_max")}

@@ -12,7 +12,7 @@ from flowcorr import distributed, sde
 from flowcorr.config import RewardTerm
 from flowcorr.data import PromptStream
 from flowcorr.errors import BackendError
-from flowcorr.instruments.rules import HealthMonitor, examine_step, units_of
+from flowcorr.instruments.rules import HealthMonitor, units_of
 from flowcorr.models import Schedule
 from flowcorr.records import Prompt
 from flowcorr.rewards import build_reward
@@ -23,6 +23,7 @@ from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.step import train_step
 from tests.conftest import small_config, start_run
 from tests.instruments.doctor.faults import separate
+from tests.judging import examine_step
 from tests.overflow import overflow
 from tests.planted.plants import feeding, noisy, returning, sampling_with, vae_configured
 from tests.shallow import SHALLOW

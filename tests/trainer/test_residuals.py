@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from flowcorr.instruments.limits import healthy_range
 from flowcorr.instruments.metrics.table import find_metric
-from flowcorr.instruments.rules import examine_step, units_of
+from flowcorr.instruments.rules import units_of
 from flowcorr.rollout.precision import usual_gap
 from flowcorr.trainer.residuals import PREFIX, RESIDUALS, UNSEEN
+from tests.judging import examine_step
 
 
 def test_each_residual_is_explained_and_judged(make_config):
@@ -18,7 +18,7 @@ def test_each_residual_is_explained_and_judged(make_config):
         assert metric.unit == residual.unit
         assert find_metric(PREFIX + residual.name + UNSEEN).rule is None
         limit = residual.limit(make_config(), units.usual_gap)
-        assert healthy_range(metric.name, units) == (-math.inf, limit)
+        assert metric.rule.limits(units) == (-math.inf, limit)
         assert examine_step({metric.name: limit}, units) == []
         (finding,) = examine_step({metric.name: 2 * limit}, units)
         assert (finding.cause, finding.numbers["limit"]) == (residual.name, limit)

@@ -2,49 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
+
+from flowcorr.instruments.metrics.rule import Rule
 
 if TYPE_CHECKING:
     from flowcorr.metrics import Stat
     from flowcorr.records import Terms
 
 NATS = "nats per latent element"
-DOCTOR = "find the cause with `flowcorr doctor` first"
-PERSISTENT = 3  # consecutive steps; a single one may be chance
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """The healthy range of a metric.
-
-    Weights and rejection are judged as they were applied, by limits that are common in rollout correction of language
-    models. What depends on the run, such as its precision, has no number here: see `limits.healthy_range`.
-
-    Attributes:
-        name: name of the rule. Of a metric that every run logs, `name`, `what`, `advice` and `applied` that are left
-            out are those of its own rule.
-        what: the metric in words.
-        low, high: the healthy range.
-        serious: limit above which the finding is serious.
-        advice: what to do outside the range.
-        applied: judge the metric of the whole update, `actor/rollout_corr/`, if it is logged; charts show both.
-        patience: consecutive steps outside the range that make a finding.
-        metric: the full name of the metric, which its row sets.
-    """
-
-    name: str = ""
-    what: str = ""
-    advice: str = ""
-    low: float = -math.inf
-    high: float = math.inf
-    serious: float = math.inf
-    applied: bool = False
-    patience: int = 1
-    metric: str = ""
+_RANGE = ("low", "high", "serious", "patience")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +74,10 @@ def under(prefix: str, *metrics: Metric) -> tuple[Metric, ...]:
 
 
 def over(base: Metric, own: Metric) -> Metric:
-    """A row of one's own over that of the same metric: fields that it leaves out are those of `base`."""
+    """A row of one's own over that of the same metric: fields that it leaves out are those of `base`.
+
+    The range of its rule is its own, and all of it.
+    """
     left_out = {
         field.name: getattr(base, field.name)
         for field in fields(Metric)
@@ -113,8 +86,9 @@ def over(base: Metric, own: Metric) -> Metric:
     if own.rule is None or base.rule is None:
         return replace(own, **left_out, rule=own.rule or base.rule)
     words = {
-        name: getattr(own.rule, name) or getattr(base.rule, name)
-        for name in ("name", "what", "advice", "applied")
+        field.name: getattr(base.rule, field.name)
+        for field in fields(Rule)
+        if field.name not in _RANGE and getattr(own.rule, field.name) == field.default
     }
     return replace(own, **left_out, rule=replace(own.rule, **words))
 

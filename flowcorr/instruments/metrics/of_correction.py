@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from flowcorr.instruments.metrics.metric import DOCTOR, PERSISTENT, Drawn, Rule, row, under
+from flowcorr.instruments.metrics.metric import Drawn, row, under
+from flowcorr.instruments.metrics.rule import DOCTOR, PERSISTENT, Rule, Units
 
 _BENIGN = f"{DOCTOR}; widen rollout_rs_threshold only if the drift is benign, such as plain rounding"
+
+
+def _only_logged(units: Units) -> str:
+    if units.weighted:
+        return ""
+    return "these weights are only logged, as a measure of the gap; `flowcorr audit` recommends what to do"
+
 
 WEIGHTS = under(
     "rollout_corr/",
@@ -18,6 +26,7 @@ WEIGHTS = under(
             low=0.5,
             high=2.0,
             applied=True,
+            noted=_only_logged,
             advice=f"the policies differ systematically, not by noise: {DOCTOR}, and check that the rollout's "
             "weights are fresh (rollout.staleness)",
         ),
@@ -31,6 +40,7 @@ WEIGHTS = under(
             what="std of the importance weights",
             high=1.0,
             applied=True,
+            noted=_only_logged,
             advice="few samples carry the gradient: lower rollout_is_threshold, or choose a smaller "
             "log_ratio_scale (sqrt instead of sum, mean instead of sqrt)",
         ),
@@ -44,7 +54,9 @@ WEIGHTS = under(
         rule=Rule(
             name="cap",
             what="largest importance weight before its cap",
+            high=lambda units: units.cap,
             applied=True,
+            noted=_only_logged,
             patience=PERSISTENT,
             advice="the cap acts in every step, so the weights are biased: if "
             "rollout_corr/rollout_is_ratio_fraction_high is above a few percent, find the cause of the "
@@ -61,6 +73,7 @@ WEIGHTS = under(
             what="effective sample size (a share of the batch)",
             low=0.3,
             applied=True,
+            noted=_only_logged,
             advice="few samples carry the gradient: choose a smaller log_ratio_scale, or rejection instead of "
             "weights",
         ),

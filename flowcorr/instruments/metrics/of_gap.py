@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
-from flowcorr.instruments.metrics.metric import DOCTOR, NATS, PERSISTENT, Drawn, Metric, Rule, row, under
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from flowcorr.instruments.metrics.metric import NATS, Drawn, Metric, row, under
+from flowcorr.instruments.metrics.rule import DOCTOR, ERRORS, PERSISTENT, Limit, Rule, Units
+from flowcorr.rollout.precision import image_limit_of
 from flowcorr.trainer.residuals import RESIDUALS, Residual
 
 # In clean runs (bf16, fp8, int8, int4, guidance) this error is at most 1.8 times that of the window.
 _OUTSIDE_WINDOW = 4.0
 # A normal term lies beyond once in 5e8 times. Clean runs (fp8, int8, int4, stale weights, three samplers) reach 4.1.
 _BOOKKEEPING = 6.0
+_ROUNDED = 1e-5  # nats a latent element: the rounding of a log-prob in float32
+
+
+def _usual_kl(units: Units) -> float:
+    """The largest mean of `-delta` whose step means are `usual_distance` stds apart, with its error."""
+    distance = units.usual_distance
+    error = 0.0
+    if units.num_elements is not None:
+        error = ERRORS * distance / math.sqrt(units.num_elements * units.num_terms)
+    return distance**2 / 2 + error + _ROUNDED
+
+
+def _clips_nothing(units: Units) -> str:
+    if units.bypass:
+        return ""
+    return (
+        "where old log-probs are recomputed, ratios start at 1, and reinforce does not clip; in bypass mode with "
+        "ppo_clip, this gap decides which terms are clipped"
+    )
+
+
+def _clip_and_gap(units: Units, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
+    gap = metrics.get("rollout_corr/logprob_abs_diff_mean")
+    return {"clip range": units.clip_range, f"mean |delta log p| ({NATS})": gap}
+
+
+def _of_rounding(residual: Residual) -> Limit:
+    """The largest size of a residual that rounding explains in the run; none of another trainer's."""
+    return lambda units: math.inf if units.config is None else residual.limit(units.config, units.usual_gap)
 
 
 def _row_of(residual: Residual) -> Metric:
@@ -19,6 +54,7 @@ def _row_of(residual: Residual) -> Metric:
         rule=Rule(
             name=residual.name,
             what=f"{residual.what}, beyond chance,",
+            high=_of_rounding(residual),
             advice=residual.remedy,
         ),
     )
@@ -36,6 +72,8 @@ DRIFT = under(
         rule=Rule(
             name="kl",
             what="KL of old and rollout policy, nats a latent element,",
+            low=lambda units: -_usual_kl(units),
+            high=_usual_kl,
             advice=f"the stacks score the same trajectory differently, by more than their precision explains: {DOCTOR}",
         ),
     ),
@@ -114,6 +152,8 @@ DRIFT = under(
             name="clip_noise",
             what="share of ratios outside the clip range before anything was learned",
             high=0.1,
+            noted=_clips_nothing,
+            numbers=_clip_and_gap,
             advice="the clip range lies below the noise floor, so noise decides which terms are clipped: set "
             "the clip range that `flowcorr audit` recommends, or recompute old log-probs (bypass_mode: "
             "false)",
@@ -127,7 +167,7 @@ DRIFT = under(
         rule=Rule(
             name="bookkeeping",
             what="largest z-score of the log-ratio given the exact KL",
-            high=_BOOKKEEPING,
+            high=lambda units: _BOOKKEEPING if units.densities else math.inf,
             patience=PERSISTENT,
             advice=f"the latents, sigmas or timesteps that are scored are not those that were sampled: {DOCTOR}",
         ),
@@ -208,6 +248,8 @@ DRIFT = under(
         rule=Rule(
             name="replay_window",
             what="relative error of the velocity in the SDE window of replayed images",
+            high=lambda units: units.usual_gap,
+            hides=("replay_before", "replay_between", "replay_after"),
             advice=f"{DOCTOR}: rounding does not explain this gap, and the steps outside the window are judged "
             "only after it is mended. Where rollout_corr/logprob_abs_diff_mean is as large as ever, the "
             "noise is at fault and not the velocity: the engine has to add s times the standard normal "
@@ -224,8 +266,11 @@ DRIFT = under(
         rule=Rule(
             name="replay_decode",
             what="difference of an image from the trainer's decoding of its latents, in grey levels of 255,",
+            high=lambda units: math.inf if units.config is None else image_limit_of(units.config),
             advice="the engine's decoder is not the trainer's, or images and latents of different samples are paired: "
-            "compare the VAEs, their scaling and shift, and the order of images in a batch",
+            "compare the VAEs, their scaling and shift, and the order of images in a batch; where the difference is "
+            "infinite, the trainer's own decoder gives pixels that are not finite: check the files of its VAE, and "
+            "where model.dtype is not float32, try that",
         ),
     ),
     row(

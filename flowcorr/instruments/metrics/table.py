@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from flowcorr.config.schema import Config
 from flowcorr.errors import ConfigError
 from flowcorr.imports import import_target
-from flowcorr.instruments.metrics.metric import Metric, Rule, named, over
+from flowcorr.instruments.metrics.metric import Metric, named, over
 from flowcorr.instruments.metrics.of_correction import REJECTION, WEIGHTS
 from flowcorr.instruments.metrics.of_gap import DRIFT, STEPS, WORKERS
 from flowcorr.instruments.metrics.of_run import RUN, UPDATE
+from flowcorr.instruments.metrics.rule import Rule
 
 SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Drift": DRIFT,
@@ -22,7 +23,21 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Run": RUN,
 }
 METRICS: tuple[Metric, ...] = tuple(metric for section in SECTIONS.values() for metric in section)
-RULES: tuple[Rule, ...] = tuple(metric.rule for metric in METRICS if metric.rule is not None)
+
+
+def rules_of(rows: Sequence[Metric]) -> tuple[Rule, ...]:
+    """The rules of some rows, in their order."""
+    return tuple(metric.rule for metric in rows if metric.rule is not None)
+
+
+RULES = rules_of(METRICS)
+
+
+def rule_of(metric: str, rows: Sequence[Metric]) -> Rule | None:
+    """The rule that judges a metric, if any; one of the whole update has that of the same metric before it."""
+    names = (metric, metric.removeprefix("actor/"))
+    found = [next((row for row in rows if row.name == name), None) for name in names]
+    return next((row.rule for row in found if row is not None), None)
 
 
 def rows_of(config: Config) -> tuple[Metric, ...]:

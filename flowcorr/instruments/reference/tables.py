@@ -10,8 +10,8 @@ from flowcorr.correction.modes import RS_MODES
 from flowcorr.instruments import image_drift, jumps, replicas
 from flowcorr.instruments.doctor.checks import CAUSES, CHECKS
 from flowcorr.instruments.fault_words import FAULTS
-from flowcorr.instruments.limits import Units, healthy_range
-from flowcorr.instruments.metrics.metric import Metric, Rule
+from flowcorr.instruments.metrics.metric import Metric
+from flowcorr.instruments.metrics.rule import Rule, Units
 from flowcorr.instruments.metrics.table import METRICS, SECTIONS, progress_labels
 from flowcorr.instruments.reference.glossary import SYNONYMS, WORDS
 from flowcorr.instruments.reference.interfaces import INTERFACES, rows_of
@@ -31,7 +31,9 @@ def everything() -> str:
 
 def healthy(metric: Metric) -> str:
     """The healthy range of a metric, or nothing where no rule judges it by a number alone."""
-    low, high = healthy_range(metric.name, Units(rows=(metric,)))
+    if metric.rule is None:
+        return ""
+    low, high = metric.rule.limits(Units())
     bounds = [f"≥ {low:.3g}"] * (low > -float("inf")) + [f"≤ {high:.3g}"] * (high < float("inf"))
     return ", ".join(bounds)
 

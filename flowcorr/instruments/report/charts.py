@@ -13,7 +13,8 @@ from torch import Tensor
 from flowcorr.config.run import SERVED
 from flowcorr.instruments.drawing import HEIGHT, PALETTE, Chart
 from flowcorr.instruments.finding import Charts
-from flowcorr.instruments.limits import healthy_range, serious_limit
+from flowcorr.instruments.metrics.rule import Rule
+from flowcorr.instruments.metrics.table import rule_of
 from flowcorr.instruments.plan.answers import duration
 from flowcorr.instruments.plots import (
     BandPoint,
@@ -113,7 +114,7 @@ def marks(groups: Sequence[Group]) -> list[str]:
 
 def _rows_of(groups: Sequence[Group], section: str) -> list[tuple[str, str, str]]:
     """Name, title and remark of a section's metrics; those of the whole update beside the ones that it may judge."""
-    every = {metric.name: metric for group in groups for metric in group.units.rows}
+    every = {metric.name: metric for group in groups for metric in group.rows}
     found = [
         (metric, (metric.chart.title, metric.unit if metric.chart.remark is None else metric.chart.remark))
         for metric in every.values()
@@ -223,8 +224,9 @@ def _curve(groups: Sequence[Group], metric: str, title: str, unit: str, *, zoom:
         Curve(mark=names[index], colour=palette[index], band=_pooled(band, stride))
         for index, band in bands.items()
     ]
-    ranges = {healthy_range(metric, groups[index].units) for index in bands}
-    serious = min(serious_limit(metric, groups[index].units) for index in bands)
+    rules = {index: rule_of(metric, groups[index].rows) or Rule() for index in bands}
+    ranges = {rule.limits(groups[index].units) for index, rule in rules.items()}
+    serious = min(rule.serious for rule in rules.values())
     healthy, limits = (-math.inf, math.inf), "its limits differ between the runs"
     if len(ranges) == 1:
         healthy = ranges.pop()

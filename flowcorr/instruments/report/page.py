@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from flowcorr.instruments.finding import LEVELS, Charts, Column, Fact, Finding, Report, Table, on_files
+from flowcorr.instruments.metrics.table import rules_of
 from flowcorr.instruments.replicas import places_of, worker_table
 from flowcorr.instruments.report.charts import chart_sections, legend, marks
 from flowcorr.instruments.report.learning import CHANGES, learning_of
 from flowcorr.instruments.report.pictures import pictures
 from flowcorr.instruments.report.runs import Group, Run, differences, group_by_seed, read_run
-from flowcorr.instruments.rules import beside, examine_run, is_step
+from flowcorr.instruments.rules import examine_run, is_step, matters
 from flowcorr.trainer.run_folder import resume_command
 
 _HEADLINES = ("eval/reward", "eval/exact_match", "reward/mean")
@@ -100,8 +101,9 @@ def _verdict(learned: Sequence[Finding], found: Sequence[Finding]) -> str:
 
 
 def _findings(run: Run, group: Group) -> Iterator[Finding]:
-    broken = examine_run(run.records, group.units, places_of(run.folder), run.units)
-    found = [*run.faults, *beside(run.faults, broken)]
+    rules, places = rules_of(group.rows), places_of(run.folder)
+    broken = examine_run(run.records, group.units, rules, places=places, by_step=run.units)
+    found = [*run.faults, *(finding for finding in broken if matters(finding, run.faults))]
     if run.ending:
         found.insert(0, _ending(run))
     elif not any(map(is_step, run.records)):

@@ -15,7 +15,9 @@ from flowcorr.config import Config, dotted
 from flowcorr.errors import ConfigError
 from flowcorr.instruments.dumped_loss import UNBOUNDED
 from flowcorr.instruments.finding import Finding
-from flowcorr.instruments.limits import Units
+from flowcorr.instruments.metrics.metric import Metric
+from flowcorr.instruments.metrics.rule import Units
+from flowcorr.instruments.metrics.table import METRICS, rows_of
 from flowcorr.instruments.plots import BandPoint
 from flowcorr.instruments.rules import NUM_ELEMENTS, logged_num_elements, units_of, units_of_setting
 from flowcorr.instruments.setting import Setting
@@ -116,6 +118,12 @@ class Group:
             return run.units[max(run.units)]
         logged = (record for record in run.records if logged_num_elements(record) is not None)
         return units_of(run.config, next(logged, {}))
+
+    @property
+    def rows(self) -> Sequence[Metric]:
+        """The metrics of its runs."""
+        config = self.runs[0].config
+        return METRICS if config is None else rows_of(config)
 
     def band(self, metric: str) -> list[BandPoint]:
         """Mean, smallest and largest value over the runs that logged a step."""

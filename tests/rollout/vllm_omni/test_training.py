@@ -9,7 +9,7 @@ import pytest
 
 from flowcorr.config import RewardTerm
 from flowcorr.data import PromptStream
-from flowcorr.instruments.rules import examine_step, units_of
+from flowcorr.instruments.rules import units_of
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Prompt
 from flowcorr.rewards import build_reward
@@ -17,6 +17,7 @@ from flowcorr.rollout import decode
 from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.step import train_step
+from tests.judging import examine_step
 
 pytestmark = [pytest.mark.vllm_omni, pytest.mark.filterwarnings("ignore")]
 

@@ -16,7 +16,7 @@ from flowcorr.instruments.doctor.findings import failed, judged, passed, skipped
 from flowcorr.instruments.doctor.legs import Legs
 from flowcorr.instruments.doctor.trials import TRAINING_STEP, Trial
 from flowcorr.instruments.finding import Finding
-from flowcorr.instruments.limits import skew
+from flowcorr.instruments.metrics.of_run import skew
 from flowcorr.instruments.stored import stored_in
 from flowcorr.records import Rollout
 from flowcorr.rollout.witnesses import seeded_noise
