@@ -200,8 +200,8 @@ def _one_step(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
     return Finding(
         level="serious",
         cause="one_step",
-        sentence=f"the gap lies in step {index} of the schedule alone, nearly the same in all samples; rounding "
-        f"reaches all steps, and spreads over samples{sure}",
+        sentence=f"the gap lies in step {index} of the schedule alone, nearly the same in all samples",
+        reason=f"rounding reaches all steps, and spreads over samples{sure}",
         numbers={
             "step": index,
             "mean delta log p": mean,
@@ -232,9 +232,9 @@ def _shared_shift(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
     return Finding(
         level="serious",
         cause="shared_shift",
-        sentence=f"the trainer's log-probs and the engine's differ by a number that all samples share, at "
-        f"{_named('step', list(found))} of the schedule; log-densities differ by another number in each sample, and on "
-        "average the sampler's is the larger",
+        sentence="the trainer's log-probs and the engine's differ by a number that all samples share, at "
+        f"{_named('step', list(found))} of the schedule",
+        reason="log-densities differ by another number in each sample, and on average the sampler's is the larger",
         numbers={
             name: value
             for index, (mean, spread) in found.items()
@@ -280,8 +280,8 @@ def _other_std(gaps: Mapping[int, Terms], ages: Ages) -> Finding | None:
     return Finding(
         level="serious",
         cause="other_std",
-        sentence="flowcorr doctor comes first: the trainer's steps have another std than the engine's; samples that "
-        "the engine finds unlikely differ most, which neither rounding nor older weights do",
+        sentence="flowcorr doctor comes first: the trainer's steps have another std than the engine's",
+        reason="samples that the engine finds unlikely differ most, which neither rounding nor older weights do",
         numbers={
             "std of the trainer beside the engine's": (1 + slope) ** -0.5,
             "correlation of delta with the engine's log p": correlation,
@@ -320,7 +320,8 @@ def _few_samples(gaps: Mapping[int, Terms], ages: Ages) -> Finding | None:
     return Finding(
         level="warning",
         cause="few_samples",
-        sentence="the gap lies in a few samples alone, most likely by a fault of theirs; rounding spreads over all",
+        sentence="the gap lies in a few samples alone, most likely by a fault of theirs",
+        reason="rounding spreads over all",
         numbers={
             "samples": len(odd),
             "of": len(every),

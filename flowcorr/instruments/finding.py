@@ -30,6 +30,7 @@ class Finding:
         level: how bad it is.
         cause: its name; `flowcorr explain` knows those of rules, checks and faults.
         sentence: what was found, without a full stop.
+        reason: why it is no healthy state, where the sentence needs one; without a full stop.
         numbers: what tells it, by name: values, limits, steps, the run.
         remedy: what to do, without a full stop.
         keys: lines of YAML that load on top of the recipe at hand.
@@ -38,14 +39,15 @@ class Finding:
     level: Level
     cause: str
     sentence: str
+    reason: str = ""
     numbers: Mapping[str, Any] = field(default_factory=dict)
     remedy: str = ""
     keys: str = ""
 
     @property
-    def headline(self) -> str:
-        """The sentence up to its first semicolon."""
-        return self.sentence.partition(";")[0]
+    def text(self) -> str:
+        """The sentence, with its reason."""
+        return f"{self.sentence}; {self.reason}" if self.reason else self.sentence
 
     @property
     def evidence(self) -> str:
@@ -58,7 +60,7 @@ class Finding:
         return as_overrides(self.keys)
 
     def __str__(self) -> str:
-        text = f"{self.level}: {self.sentence}"
+        text = f"{self.level}: {self.text}"
         text += f" ({self.evidence})" if self.numbers else ""
         return f"{text}; {self.remedy}" if self.remedy else text
 

@@ -91,7 +91,7 @@ def show(report: Report, files: Sequence[Path] = (), console: Console | None = N
 def _show(report: Report, files: Sequence[Path], console: Console) -> None:
     console.print(_line(report.verdict, STYLES[report.level]))
     for place, finding in enumerate(report.findings):
-        heads = finding.sentence == report.verdict
+        heads = finding.text == report.verdict
         if not heads and not (place and _fits_a_line(finding) and _fits_a_line(report.findings[place - 1])):
             console.print()
         _show_finding(console, finding, heads=heads)
@@ -118,7 +118,7 @@ def _show_finding(console: Console, finding: Finding, *, heads: bool) -> None:
     evidence = _line(f"({finding.evidence})", "dim") if finding.numbers else Text()
     if not heads:
         head = _line(finding.level, STYLES[finding.level])
-        head.append(_line(f" {finding.cause}: {sentence(finding.sentence)}", quiet))
+        head.append(_line(f" {finding.cause}: {sentence(finding.text)}", quiet))
         if _fits_a_line(finding) and finding.numbers:
             head.append(" ").append(evidence)
         console.print(head)

@@ -1,6 +1,7 @@
 """A report holds plain values, and its keys load."""
 
 import json
+from dataclasses import replace
 import shlex
 
 import pytest
@@ -21,6 +22,7 @@ def test_a_finding_is_a_line_of_a_log():
     )
     assert str(finding) == "note: it grew (step 7, kl 0.123); look"
     assert str(Finding(level="note", cause="kl", sentence="it grew")) == "note: it grew"
+    assert str(replace(finding, reason="it was 0")) == "note: it grew; it was 0 (step 7, kl 0.123); look"
 
 
 def test_data_are_finite_and_under_their_names():

@@ -155,7 +155,7 @@ def report_of(
     pictures = {chart.name: chart for chart in [gap_chart(by_step, limit)]} | preset_charts(replays, steps)
     return Report(
         title=title,
-        verdict=findings[0].headline if faults else findings[0].sentence,
+        verdict=findings[0].sentence,
         facts=[*found, *facts],
         tables=[*tables, *([preset_table(replays)] if replays else [])],
         charts=[Charts(title="The gap, and presets", pictures=pictures)],

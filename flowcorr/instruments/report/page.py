@@ -94,7 +94,7 @@ def _verdict(learned: Sequence[Finding], found: Sequence[Finding]) -> str:
     if not counts:
         return f"{told}; no rule was broken"
     first = min(found, key=lambda finding: LEVELS.index(finding.level))
-    return f"{told}; findings: {counts}; first of all, {first.numbers['run']}: {first.headline}"
+    return f"{told}; findings: {counts}; first of all, {first.numbers['run']}: {first.sentence}"
 
 
 # Findings ------------------------------------------------------------------------------------------------------

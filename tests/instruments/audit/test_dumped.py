@@ -130,7 +130,7 @@ def test_audit_report_and_watch_give_one_verdict(planted, tmp_path, capsys):
     folder = draw_steps(tmp_path / "dump", **changes)
     audited = audit_folder(folder)
     assert audited.findings[0].cause == cause
-    assert audited.verdict == audited.findings[0].headline
+    assert audited.verdict == audited.findings[0].sentence
     found = {finding.cause: finding for finding in report([folder]).findings}
     assert found[cause].sentence == audited.findings[0].sentence
     assert found[cause].remedy == audited.findings[0].remedy

@@ -50,5 +50,5 @@ def test_a_gap_beyond_precision_sends_to_the_doctor_and_advises_nothing_else(tmp
 
 def test_samples_of_older_weights_are_not_judged(tmp_path):
     report = audit_folder(draw_steps(tmp_path, r=0.3, policy_versions=[0] * 32))
-    assert report.verdict == next(one.headline for one in report.findings if one.cause == "stale")
+    assert report.verdict == next(one.sentence for one in report.findings if one.cause == "stale")
     assert "gap" in [finding.cause for finding in report.findings]

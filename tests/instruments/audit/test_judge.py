@@ -12,7 +12,7 @@ SETTING = Setting.of(load("tiny_ocr_lora"))
 
 
 def fault(cause):
-    return Finding(level="serious", cause=cause, sentence=f"{cause} is wrong; and more")
+    return Finding(level="serious", cause=cause, sentence=f"{cause} is wrong", reason="it is")
 
 
 def test_the_numbers_and_the_advice_are_those_of_the_gap():
