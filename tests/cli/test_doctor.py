@@ -40,7 +40,7 @@ def half_bound(monkeypatch):
 def test_a_healthy_recipe(capsys):
     assert doctor("--prompts", "2", "actor.clip_ratio=[1e-3, 2e-3]") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith(": 24 PASS")
+    assert lines[0].endswith(": 24 healthy")
     assert any(line.startswith("healthy bookkeeping: ") for line in lines)
     assert any("[0.001, 0.002]" in line for line in lines)
     assert max(map(len, lines)) <= 140
@@ -49,7 +49,7 @@ def test_a_healthy_recipe(capsys):
 def test_a_gap_of_precision_is_no_agreement(capsys):
     assert doctor("rollout.emulate=int8", "--prompts", "2") == 0
     first = capsys.readouterr().out.splitlines()[0]
-    found = re.search(r"no fault found: 25 PASS; .*velocities differ by ([\d.]+) %", first)
+    found = re.search(r"no fault found: 25 healthy; .*velocities differ by ([\d.]+) %", first)
     assert float(found[1]) > 0
 
 
@@ -66,7 +66,7 @@ def test_json_is_all_that_is_printed(capsys, half_bound):
 def test_a_failure_comes_with_its_remedy(capsys, half_bound):
     assert doctor("rollout.emulate=int8", "--prompts", "2") == 2
     out = capsys.readouterr().out
-    assert out.partition(",")[0].endswith("lora: 1 FAIL")
+    assert out.partition(",")[0].endswith("lora: 1 serious")
     assert "serious lora: " in out
 
 
@@ -80,7 +80,7 @@ def test_training_begins_with_the_doctor(tmp_path, capsys):
     out = tmp_path / "run"
     assert train(out) == 0
     printed = capsys.readouterr().out
-    assert printed.index("PASS") < printed.index("eval at")
+    assert printed.index("healthy; ") < printed.index("eval at")
     plain = tmp_path / "plain"
     assert train(plain, "trainer.doctor=false") == 0
     assert "healthy" not in capsys.readouterr().out

@@ -1,8 +1,8 @@
 """A report holds plain values, and its keys load."""
 
 import json
-from dataclasses import replace
 import shlex
+from dataclasses import replace
 
 import pytest
 

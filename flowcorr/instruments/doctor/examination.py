@@ -31,7 +31,7 @@ from flowcorr.instruments.doctor.legs import rounding_notes
 from flowcorr.instruments.doctor.report import of_captured, of_trials, with_findings
 from flowcorr.instruments.doctor.stack import Stack, prompt_pool
 from flowcorr.instruments.doctor.trials import run_trials
-from flowcorr.instruments.finding import Finding, Report
+from flowcorr.instruments.finding import Report
 from flowcorr.instruments.page import as_json
 from flowcorr.instruments.thinning import spread_out
 from flowcorr.models import (
@@ -174,7 +174,7 @@ def _examine(
     """The report on both stacks in the precision that they have now."""
     trials = run_trials(actor, engine, conditioning)
     exam = Exam(actor=actor, engine=engine, trials=trials, prompts=prompts, adapter=adapter)
-    return of_trials(exam, run_checks(exam))
+    return of_trials(exam, list(run_checks(exam).values()))
 
 
 def _after(
@@ -320,30 +320,26 @@ def examine_dump(folder: Path, model: str | Config, *, device: torch.device | st
     of_model = ModelConfig(path=str(model)) if config is None else config.model
     family = load_family(of_model, device)
     chosen = spread_out(list(captured), MAX_STEPS)
-    findings = [
-        finding
-        for step in chosen
-        for finding in _examine_step(family, captured, step, config, dumps.files(folder))
-    ]
+    by_step = {
+        step: run_checks(_captured(family, captured, step, config, dumps.files(folder))) for step in chosen
+    }
     last = captured[chosen[-1]]
-    return of_captured(str(folder), of_model.path, chosen, findings, [*last.missing(), *rounding_notes(last)])
+    return of_captured(str(folder), of_model.path, by_step, [*last.missing(), *rounding_notes(last)])
 
 
-def _examine_step(
+def _captured(
     family: ModelFamily,
     captured: Mapping[int, ReplaySamples],
     step: int,
     config: Config | None,
     terms: Mapping[int, Path],
-) -> list[Finding]:
-    """The findings on one training step's samples, each with its step."""
-    earlier = {number: samples for number, samples in captured.items() if number < step}
-    samples = Captured(
+) -> Captured:
+    """One training step's samples."""
+    return Captured(
         Stack(family, captured[step]),
         step,
-        earlier=earlier,
+        earlier={number: samples for number, samples in captured.items() if number < step},
         pool=prompt_pool(captured, step),
         config=config,
         terms=terms,
     )
-    return [replace(finding, numbers={"step": step, **finding.numbers}) for finding in run_checks(samples)]

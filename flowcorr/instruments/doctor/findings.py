@@ -64,10 +64,5 @@ def of_check(name: str, finding: Finding) -> Finding:
     return replace(finding, numbers={"check": name, **finding.numbers})
 
 
-def check_of(finding: Finding) -> str:
-    """The check that made a finding."""
-    return finding.numbers.get("check", finding.cause)
-
-
 def _known(numbers: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in numbers.items() if value is not None}

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flowcorr.instruments.doctor.checks.clip import noise_floor
 from flowcorr.instruments.doctor.exam import Exam
-from flowcorr.instruments.doctor.findings import check_of
 from flowcorr.instruments.finding import LEVELS, Fact, Finding, Level, Report, on_files
 from flowcorr.instruments.gap_words import percent
+from flowcorr.rollout.precision import NO_GAP
 
-_OUTCOMES: dict[Level, str] = {
-    "serious": "FAIL",
-    "warning": "WARN",
-    "healthy": "PASS",
-    "note": "not judged",
-}
-_WEIGHTS: dict[Level, int] = {"serious": 3, "warning": 2, "healthy": 1, "note": 0}
+_COUNTED: Mapping[Level, str] = {"warning": "warnings", "note": "notes"}
+"""By level, its word for several findings, where that is another one."""
 _INPUTS = ("embeddings", "guidance", "lora")
 
 
@@ -30,6 +26,7 @@ def of_trials(exam: Exam, findings: Sequence[Finding]) -> Report:
         facts=(
             Fact(name="num_elements", value=exam.trials.base.rollout.num_elements),
             Fact(name="clip_ratio", value=config.actor.clip_ratio),
+            Fact(name="velocity_gap", value=exam.trials.bare.velocity_gap()),
             Fact(
                 name="images_per_second",
                 value=speed,
@@ -43,20 +40,20 @@ def of_trials(exam: Exam, findings: Sequence[Finding]) -> Report:
 
 def with_findings(report: Report, findings: Sequence[Finding]) -> Report:
     """A report on the engine at hand with these findings, and the verdict that follows from them."""
-    return replace(report, verdict=_verdict_of_trials(findings), findings=_sorted(findings))
+    return replace(report, verdict=_verdict_of_trials(report, findings), findings=_sorted(findings))
 
 
-def _verdict_of_trials(findings: Sequence[Finding]) -> str:
+def _verdict_of_trials(report: Report, findings: Sequence[Finding]) -> str:
     named: dict[Level, list[str]] = {level: [] for level in LEVELS}
     for finding in findings:
         named[finding.level].append(finding.cause)
-    counts = ", ".join(f"{len(named[level])} {word}" for level, word in _OUTCOMES.items() if named[level])
+    counts = ", ".join(_counted(level, len(causes)) for level, causes in named.items() if causes)
     if named["serious"]:
         return f"rollout engine and actor do not agree on {', '.join(named['serious'])}: {counts}"
     if named["warning"]:
         return f"rollout engine and actor agree, with remarks on {', '.join(named['warning'])}: {counts}"
-    gap = _precision_gap(findings)
-    if gap > 0:
+    gap = report.fact("velocity_gap")
+    if gap > NO_GAP:
         return (
             f"no fault found: {counts}; what is left is the gap of precision (velocities differ by "
             f"{percent(gap)}), which flowcorr audit measures"
@@ -64,25 +61,22 @@ def _verdict_of_trials(findings: Sequence[Finding]) -> str:
     return f"rollout engine and actor agree: {counts}"
 
 
-def _precision_gap(findings: Sequence[Finding]) -> float:
-    """The relative gap of both stacks' velocities; 0 where both compute in float32."""
-    found = {finding.cause: finding for finding in findings}
-    return found["weights"].numbers.get("value", 0.0) if "float32" in found else 0.0
+def _counted(level: Level, count: int) -> str:
+    return f"{count} {_COUNTED.get(level, level) if count > 1 else level}"
 
 
 def of_captured(
-    folder: str, model: str, steps: Sequence[int], findings: Sequence[Finding], notes: Sequence[str]
+    folder: str, model: str, by_step: Mapping[int, Mapping[str, Finding]], notes: Sequence[str]
 ) -> Report:
     """The report on captured samples.
 
     Args:
         folder: the dump.
         model: its pipeline, which replayed them.
-        steps: the training steps whose samples were replayed.
-        findings: those of all these steps, each with its step.
+        by_step: the findings by check, of each training step whose samples were replayed.
         notes: what was not captured, a line each.
     """
-    findings = _sorted(worst(findings))
+    findings, steps = _sorted(worst(by_step)), list(by_step)
     text = f"samples of training step {', '.join(map(str, steps))}, replayed with {model}"
     return Report(
         title=text,
@@ -111,25 +105,37 @@ def _verdict_of_captured(findings: Sequence[Finding]) -> str:
     return f"no fault found in {', '.join(agree)}"
 
 
-def worst(findings: Sequence[Finding]) -> list[Finding]:
+def worst(by_step: Mapping[int, Mapping[str, Finding]]) -> list[Finding]:
     """One finding a check, of those of several training steps: the worst, and the first of equal ones.
 
-    Where a step's replay differs and no cause explains it, its inputs have no finding. Theirs of other steps are then
-    no sign that they were right in all.
+    A note, where a check could not judge, says nothing beside a step where it could. Where a step's replay differs and
+    no cause explains it, its inputs have no finding. Theirs of other steps are then no sign that they were right in
+    all.
+
+    Args:
+        by_step: by training step, the findings by check.
     """
     found: dict[str, Finding] = {}
-    judged: dict[str, set[int]] = {}
-    for finding in findings:
-        check = check_of(finding)
-        judged.setdefault(check, set()).add(finding.numbers["step"])
-        known = found.get(check)
-        if known is None or _WEIGHTS[finding.level] > _WEIGHTS[known.level]:
-            found[check] = finding
-    unclear = {finding.numbers["step"] for finding in findings if finding.level == "warning"}
+    judged: dict[str, set[int]] = defaultdict(set)
+    for step, findings in by_step.items():
+        for check, finding in findings.items():
+            judged[check].add(step)
+            known = found.get(check)
+            if known is None or (finding.level != "note" and _is_worse(finding.level, known.level)):
+                found[check] = replace(finding, numbers={"step": step, **finding.numbers})
+    unclear = {
+        step
+        for step, findings in by_step.items()
+        if any(finding.level == "warning" for finding in findings.values())
+    }
     for check in _INPUTS:
         if check in found and found[check].level == "healthy" and unclear - judged[check]:
             found[check] = _of_some_steps(found[check], judged[check], unclear - judged[check])
     return list(found.values())
+
+
+def _is_worse(level: Level, known: Level) -> bool:
+    return known == "note" or LEVELS.index(level) < LEVELS.index(known)
 
 
 def _of_some_steps(finding: Finding, judged: set[int], unclear: set[int]) -> Finding:

@@ -5,7 +5,6 @@ from instruments.doctor.plain_loop import dump_steps
 
 from flowcorr.errors import ConfigError
 from flowcorr.instruments.doctor import examine_dump
-from flowcorr.instruments.doctor.findings import check_of
 from flowcorr.instruments.page import exit_code
 from tests.shallow import SHALLOW
 
@@ -29,7 +28,7 @@ IN_THE_MIDDLE = ("stale_prompts", "guidance_off", "adapter_off")
 
 
 def by_check(report):
-    return {check_of(finding): finding for finding in report.findings}
+    return {finding.numbers.get("check", finding.cause): finding for finding in report.findings}
 
 
 @pytest.mark.parametrize(

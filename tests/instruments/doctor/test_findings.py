@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from flowcorr.instruments.doctor.findings import check_of, failed, judged, of_check, passed, skipped, warned
+from flowcorr.instruments.doctor.findings import failed, judged, of_check, passed, skipped, warned
 
 
 @pytest.mark.parametrize(
@@ -27,9 +27,10 @@ def test_the_level_follows_from_the_number(value, fails_above, level, limit):
 
 def test_a_finding_has_its_check_as_its_cause_unless_it_names_another():
     plain, named = passed("m", value=None, limit=1.0), failed("m", "r", cause="noise_reused")
-    assert (of_check("noise", plain).cause, check_of(of_check("noise", plain))) == ("noise", "noise")
+    assert (of_check("noise", plain).cause, of_check("noise", plain).numbers) == ("noise", {"limit": 1.0})
     assert plain.numbers == {"limit": 1.0}
-    assert (of_check("noise", named).cause, check_of(of_check("noise", named))) == ("noise_reused", "noise")
+    named = of_check("noise", named)
+    assert (named.cause, named.numbers) == ("noise_reused", {"check": "noise"})
 
 
 @pytest.mark.parametrize("finding", [skipped("m"), warned("m", "r", value=1.0)])

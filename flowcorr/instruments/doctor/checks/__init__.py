@@ -393,9 +393,9 @@ CAUSES = {cause: meaning for check in CHECKS for cause, meaning in check.causes.
 """What each cause means that a check of captured samples names; that of another finding is its check."""
 
 
-def run_checks(samples: Exam | Captured) -> list[Finding]:
-    """All findings in the order of `CHECKS`; a check is skipped if one that it depends on failed."""
-    findings: list[Finding] = []
+def run_checks(samples: Exam | Captured) -> dict[str, Finding]:
+    """The findings by check, in the order of `CHECKS`; a check is skipped if one that it depends on failed."""
+    findings: dict[str, Finding] = {}
     failed: set[str] = set()
     for check in CHECKS:
         question = check.captured if samples.is_captured else check.trials
@@ -406,7 +406,7 @@ def run_checks(samples: Exam | Captured) -> list[Finding]:
         if finding is None:
             continue
         assert finding.cause in ("", check.name, *CAUSES), "every cause has its meaning in the table"
-        findings.append(of_check(check.name, finding))
+        findings[check.name] = of_check(check.name, finding)
         if finding.level == "serious":
             failed.add(check.name)
     return findings
