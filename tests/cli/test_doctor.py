@@ -80,7 +80,7 @@ def test_training_begins_with_the_doctor(tmp_path, capsys):
     out = tmp_path / "run"
     assert train(out) == 0
     printed = capsys.readouterr().out
-    assert printed.index("healthy; ") < printed.index("eval at")
+    assert printed.index("agree: ") < printed.index("eval at")
     plain = tmp_path / "plain"
     assert train(plain, "trainer.doctor=false") == 0
     assert "healthy" not in capsys.readouterr().out

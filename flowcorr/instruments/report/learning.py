@@ -27,15 +27,16 @@ _LEVELS: Mapping[Change, Level] = {
 CHANGES = tuple(_LEVELS)
 
 
-def learning_of(run: Run) -> Finding:
+def learning_of(run: Run) -> tuple[Change, Finding]:
     """Judge the held-out reward of a run; without two evaluations, say what is missing."""
     change, sentence, numbers = _judged(run)
-    return Finding(
+    finding = Finding(
         level=_LEVELS[change],
         cause="learning",
         sentence=sentence,
         numbers={"run": run.name, "change": change, **numbers},
     )
+    return change, finding
 
 
 def _judged(run: Run) -> tuple[Change, str, dict[str, Any]]:

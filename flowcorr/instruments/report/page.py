@@ -12,7 +12,7 @@ from flowcorr.instruments.finding import LEVELS, Charts, Column, Fact, Finding, 
 from flowcorr.instruments.metrics.table import rules_of
 from flowcorr.instruments.replicas import places_of, worker_table
 from flowcorr.instruments.report.charts import chart_sections, legend, marks
-from flowcorr.instruments.report.learning import CHANGES, learning_of
+from flowcorr.instruments.report.learning import CHANGES, Change, learning_of
 from flowcorr.instruments.report.pictures import pictures
 from flowcorr.instruments.report.runs import Group, Run, differences, group_by_seed, read_run
 from flowcorr.instruments.rules import examine_run, is_step, matters
@@ -36,14 +36,16 @@ def report(folders: Sequence[Path], *, allow_imports: Collection[str] = ()) -> R
     groups = group_by_seed([read_run(folder, allow_imports=allow_imports) for folder in different.values()])
     runs = [run for group in groups for run in group.runs]
     learned = [learning_of(run) for run in runs]
-    found = [finding for group in groups for run in group.runs for finding in _findings(run, group)]
-    findings = sorted([*learned, *found], key=lambda finding: LEVELS.index(finding.level))
+    found = [
+        (run.name, finding) for group in groups for run in group.runs for finding in _findings(run, group)
+    ]
+    findings = [finding for _, finding in (*learned, *found)]
     workers = [
         worker_table(run.name, run.records, places_of(run.folder), place) for place, run in enumerate(runs)
     ]
     return Report(
         title=" · ".join(group.label for group in groups),
-        verdict=_verdict(learned, found),
+        verdict=_verdict([change for change, _ in learned], found),
         facts=_facts(groups),
         tables=[
             _summary(groups),
@@ -51,7 +53,7 @@ def report(folders: Sequence[Path], *, allow_imports: Collection[str] = ()) -> R
             *([_differences(groups)] if len(groups) > 1 else []),
         ],
         charts=[*chart_sections(groups), *_images(groups)],
-        findings=findings,
+        findings=sorted(findings, key=lambda finding: LEVELS.index(finding.level)),
     )
 
 
@@ -77,9 +79,13 @@ def _facts(groups: Sequence[Group]) -> list[Fact]:
     ]
 
 
-def _verdict(learned: Sequence[Finding], found: Sequence[Finding]) -> str:
-    """Whether the runs learned, how many rules they broke, and the worst finding."""
-    changes = [finding.numbers["change"] for finding in learned]
+def _verdict(changes: Sequence[Change], found: Sequence[tuple[str, Finding]]) -> str:
+    """Whether the runs learned, how many rules they broke, and the worst finding.
+
+    Args:
+        changes: of the held-out reward, by run.
+        found: names of runs, and their other findings.
+    """
     if len(changes) == 1:
         told = {"unknown": "whether it learned cannot be told"}.get(
             changes[0], f"the held-out reward {changes[0]}"
@@ -89,12 +95,13 @@ def _verdict(learned: Sequence[Finding], found: Sequence[Finding]) -> str:
         told = "held-out reward: " + ", ".join(
             f"{change} in {_plural(count, 'run')}" for count, change in counted
         )
-    broken = [(level, sum(finding.level == level for finding in found)) for level in ("serious", "warning")]
+    levels = [finding.level for _, finding in found]
+    broken = [(level, levels.count(level)) for level in LEVELS[:2]]
     counts = ", ".join(f"{count} of level {level}" for level, count in broken if count)
     if not counts:
         return f"{told}; no rule was broken"
-    first = min(found, key=lambda finding: LEVELS.index(finding.level))
-    return f"{told}; findings: {counts}; first of all, {first.numbers['run']}: {first.sentence}"
+    name, first = min(found, key=lambda of_run: LEVELS.index(of_run[1].level))
+    return f"{told}; findings: {counts}; first of all, {name}: {first.sentence}"
 
 
 # Findings ------------------------------------------------------------------------------------------------------
