@@ -1,18 +1,57 @@
-"""What the faults of log-probs mean that `faults` finds."""
+"""The faults of log-probs that `faults` finds: what each means, and what it hides. Read without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-FAULTS: Mapping[str, str] = {
-    "non_finite": "Log-probs of the engine or the trainer are not finite.",
-    "summed": "Log-probs are sums over the latent, where means are expected.",
-    "other_order": "The trainer's log-probs are those of the engine in another order of samples or steps.",
-    "one_step": "The gap lies in one step of the schedule alone, nearly the same in all samples.",
-    "shared_shift": "A shift of log-probs that no two densities have: with `p` the sampler's, "
-    "`E[log q - log p] <= 0` (Jensen).",
-    "other_std": "The steps of trainer and engine have different stds: by another noise level, sde_type or schedule.",
-    "few_samples": "The gap of a few samples is far from that of the others; rounding affects all samples alike.",
-    "stale": "The weights that sampled were older than the trainer's.",
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A fault of log-probs.
+
+    Attributes:
+        meaning: its explanation.
+        hides: other faults whose trace it leaves as well.
+        hides_advice: whether no advice on the gap's correction can hold beside it.
+    """
+
+    meaning: str
+    hides: tuple[str, ...] = ()
+    hides_advice: bool = False
+
+
+FAULTS: Mapping[str, Fault] = {
+    "non_finite": Fault(meaning="Log-probs of the engine or the trainer are not finite."),
+    "summed": Fault(
+        meaning="Log-probs are sums over the latent, where means are expected.",
+        hides=("other_std",),
+        hides_advice=True,
+    ),
+    "other_order": Fault(
+        meaning="The trainer's log-probs are those of the engine in another order of samples or steps.",
+        hides=("other_std",),
+        hides_advice=True,
+    ),
+    "one_step": Fault(
+        meaning="The gap lies in one step of the schedule alone, nearly the same in all samples.",
+        hides=("shared_shift", "other_std"),
+        hides_advice=True,
+    ),
+    "shared_shift": Fault(
+        meaning="A shift of log-probs that no two densities have: with `p` the sampler's, `E[log q - log p] <= 0` "
+        "(Jensen).",
+        hides=("other_std",),
+        hides_advice=True,
+    ),
+    "other_std": Fault(
+        meaning="The steps of trainer and engine have different stds: by another noise level, sde_type or schedule.",
+        hides_advice=True,
+    ),
+    "few_samples": Fault(
+        meaning="The gap of a few samples is far from that of the others; rounding affects all samples alike.",
+        hides_advice=True,
+    ),
+    "stale": Fault(meaning="The weights that sampled were older than the trainer's."),
 }
 """By cause, in the order of `faults.RULES`."""

@@ -13,12 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from flowcorr.instruments.fault_words import FAULTS
 from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.stored import rounding_of
 from flowcorr.records import Terms
-
-HIDING = frozenset({"summed", "other_order", "one_step", "shared_shift", "few_samples", "other_std"})
-"""Causes beside which no advice on the gap's correction can hold."""
 
 # Mean-pooled log-probs are `-log s - 1.42` on average, so -1.4 to 12 for any std of 6e-6 to 1; sums are D times that.
 _LARGEST_MEAN = 25.0
@@ -80,12 +78,9 @@ def diagnose(gaps: Mapping[int, Terms], ages: Mapping[int, Tensor] | None = None
     """
     trained = trained_columns(list(gaps.values()))
     gaps = {step: gap.select((slice(None), trained)) for step, gap in gaps.items()}
-    found = {name: rule(gaps, ages or {}) for name, rule in RULES.items()}
-    if found["one_step"] is not None:  # the same shift, told more closely
-        found["shared_shift"] = None
-    if any(found[name] is not None for name in ("summed", "other_order", "one_step", "shared_shift")):
-        found["other_std"] = None  # what these leave of a log-prob follows it, too
-    return [finding for finding in found.values() if finding is not None]
+    found = [finding for rule in RULES.values() if (finding := rule(gaps, ages or {})) is not None]
+    hidden = {name for finding in found for name in FAULTS[finding.cause].hides}
+    return [finding for finding in found if finding.cause not in hidden]
 
 
 def _non_finite(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
@@ -389,7 +384,7 @@ RULES: Mapping[str, Rule] = {
     "few_samples": _few_samples,
     "stale": _stale,
 }
-"""By cause, the one that hides the others first; `fault_words` says what each means."""
+"""By cause, the one that hides the others first; `FAULTS` says what each means."""
 
 
 def _named(noun: str, numbers: Sequence[int]) -> str:

@@ -6,4 +6,7 @@ from flowcorr.instruments.faults import RULES
 
 def test_faults_have_a_meaning_in_the_order_of_their_rules():
     assert list(FAULTS) == list(RULES)
-    assert all(FAULTS.values())
+    names = list(FAULTS)
+    for place, fault in enumerate(FAULTS.values()):
+        assert fault.meaning
+        assert set(fault.hides) <= set(names[place + 1 :])

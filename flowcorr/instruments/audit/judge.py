@@ -18,7 +18,7 @@ from flowcorr.instruments.audit.tables import (
 )
 from flowcorr.instruments.clip_noise import StartRatios, clip_text
 from flowcorr.instruments.dumped_loss import ratio_limit
-from flowcorr.instruments.faults import HIDING
+from flowcorr.instruments.fault_words import FAULTS
 from flowcorr.instruments.finding import Charts, Fact, Finding, Report
 from flowcorr.instruments.setting import Setting
 from flowcorr.losses import resolve_loss
@@ -102,7 +102,7 @@ def report_of(
             else f"terms outside the clip range {whose} before any update: {outside:.1%}",
         ),
     ]
-    hidden = any(fault.cause in HIDING for fault in faults)
+    hidden = any(FAULTS[fault.cause].hides_advice for fault in faults)
     tables, advice = [by_step], [NO_ADVICE]
     if num_elements is not None:
         nats = joint_nats(gap, num_elements)

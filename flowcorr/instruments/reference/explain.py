@@ -84,7 +84,7 @@ def _senses(name: str) -> Iterator[Iterator[str]]:
         yield iter(
             (
                 f"{name} (fault of log-probs, in audit, report and watch)",
-                f"  {FAULTS[name]}",
+                f"  {FAULTS[name].meaning}",
                 "  worry: always: the finding has its numbers, and says what to do",
             )
         )

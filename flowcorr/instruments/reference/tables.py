@@ -60,7 +60,7 @@ def _tables() -> Iterator[tuple[str, _Table]]:
     yield "Checks of `flowcorr doctor`", (("check", *samples, "skipped where one of these fails"), _checks())
     causes = [(f"`{name}`", meaning) for name, meaning in CAUSES.items()]
     yield "Causes that `flowcorr doctor` names in a dump", (("cause", "meaning"), causes)
-    faults = [(f"`{name}`", meaning) for name, meaning in FAULTS.items()]
+    faults = [(f"`{name}`", fault.meaning) for name, fault in FAULTS.items()]
     yield "Faults of log-probs, in audit, report and watch", (("fault", "meaning"), faults)
     several = [(f"`{name}`", rule.what, rule.advice) for name, rule in OF_SEVERAL_STEPS.items()]
     yield "Findings of several training steps", (("finding", "about", "what to do"), several)
