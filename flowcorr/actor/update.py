@@ -42,11 +42,16 @@ class Part:
         loss: its loss, without a graph.
         terms: the terms of the loss, as they were before a correction inside it; None if the part was not scored.
         places: where each of the terms stands in the flattened `[B, T]` of the batch.
+        before: whether it was scored before the first optimizer step.
+        first: whether its terms were then scored for the first time: after skipped updates, a further epoch scores the
+            same terms again.
     """
 
     loss: LossOutput
     terms: Terms | None = None
     places: Tensor | None = None
+    before: bool = False
+    first: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,19 +60,17 @@ class Update:
 
     Attributes:
         metrics: `actor/*` over the whole update. In bypass mode also `rollout_corr/*`: under `actor/` over the whole
-            update, and as they are over the terms of `before`.
-        before: the parts that were scored before the first optimizer step.
-        after: the others.
+            update, and as they are over `first_terms`.
+        parts: in the order in which they were scored.
     """
 
     metrics: Metrics
-    before: Sequence[Part]
-    after: Sequence[Part]
+    parts: Sequence[Part]
 
     @property
-    def terms_before(self) -> list[Terms]:
-        """The terms that were scored before the first optimizer step."""
-        return [part.terms for part in self.before if part.terms is not None]
+    def first_terms(self) -> list[Terms]:
+        """The terms that were scored before the first optimizer step, once each."""
+        return [part.terms for part in self.parts if part.first and part.terms is not None]
 
 
 class PolicyOptimizer:
@@ -111,22 +114,18 @@ class PolicyOptimizer:
         batch, filler_sample = batch.numbered(), batch.rollout.select(slice(1))
         first_version = self.weights.version
         metrics: list[Metrics] = []
-        before: list[Part] = []
-        after: list[Part] = []
-        # After a skipped update, a further epoch scores the same terms again; `once` holds each of them once.
-        once: list[Part] = []
+        scored: list[Part] = []
         for epoch in range(self.config.actor.epochs):
             for mini_batch in self.mini_batches(batch, training_step, epoch):
-                untouched = self.weights.version == first_version
-                is_first = untouched and epoch == 0
-                parts = self._backward(mini_batch, correction, filler_sample, observe if is_first else None)
-                (before if untouched else after).extend(parts)
-                if is_first:
-                    once.extend(parts)
+                before = self.weights.version == first_version
+                first = before and epoch == 0
+                parts = self._backward(mini_batch, correction, filler_sample, observe if first else None)
+                scored += [replace(part, before=before, first=first) for part in parts]
                 gradient = self._clipped_gradient(parts)
                 metrics += [_loss_metrics(mini_batch, parts), self._step(gradient, correction)]
-        gap = self._gap_metrics(once, correction, batch.rollout.num_elements)
-        return Update(metrics=Metrics.merged([*metrics, gap]), before=before, after=after)
+        first_parts = [part for part in scored if part.first]
+        gap = self._gap_metrics(first_parts, correction, batch.rollout.num_elements)
+        return Update(metrics=Metrics.merged([*metrics, gap]), parts=scored)
 
     def mini_batches(self, batch: ActorBatch, training_step: int, epoch: int) -> Iterator[ActorBatch]:
         """The batch in `mini_batches` parts of whole groups, which do not depend on the number of ranks."""

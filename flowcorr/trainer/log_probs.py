@@ -35,22 +35,21 @@ def logged_terms(
     assert batch.old_log_probs is not None
     columns: dict[str, Tensor] = {}
     before_update = torch.zeros_like(rollout.log_probs, dtype=torch.int64)
-    for is_before, parts in ((True, update.before), (False, update.after)):
-        for part in parts:
-            assert part.terms is not None, "a run that dumps its terms scores all samples"
-            assert part.places is not None
-            terms, places = part.terms, part.places.flatten()
-            before_update.view(-1)[places] = int(is_before)
-            scored = {
-                "current_log_probs": terms.log_prob,
-                "stds": terms.std,
-                "current_old_kl": terms.old_kl,
-                "current_rollout_kl": terms.rollout_kl,
-            }
-            for name, values in scored.items():
-                if values is not None:
-                    column = columns.setdefault(name, values.new_full(shape, math.nan))
-                    column.view(-1)[places] = values.flatten()
+    for part in update.parts:
+        assert part.terms is not None, "a run that dumps its terms scores all samples"
+        assert part.places is not None
+        terms, places = part.terms, part.places.flatten()
+        before_update.view(-1)[places] = int(part.before)
+        scored = {
+            "current_log_probs": terms.log_prob,
+            "stds": terms.std,
+            "current_old_kl": terms.old_kl,
+            "current_rollout_kl": terms.rollout_kl,
+        }
+        for name, values in scored.items():
+            if values is not None:
+                column = columns.setdefault(name, values.new_full(shape, math.nan))
+                column.view(-1)[places] = values.flatten()
     kl = exact_kl(batch.old_means, rollout.window.means, columns["stds"])
     if kl is not None:
         columns["old_rollout_kl"] = kl

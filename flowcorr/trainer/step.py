@@ -96,7 +96,7 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
         update = actor.update(batch, correction, training_step=step, observe=observe)
         metrics += [update.metrics, first_scores.metrics()]
         if old is None:
-            metrics.append(own_metrics(config, update.terms_before))
+            metrics.append(own_metrics(config, update.first_terms))
         actor.optimizer.adamw.zero_grad()  # gradients would fill memory until the next update
     with watch("sync"):
         run.engine.sync(actor.weights.for_engine())

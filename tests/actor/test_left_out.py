@@ -58,7 +58,7 @@ def test_steps_apart_drop_a_sample_of_which_only_the_last_step_is_not_finite(mak
 
 def seen_in(update):
     """The log-prob of each term that was scored, by its place in the batch."""
-    scored = [part for part in update.before if part.terms is not None]
+    scored = [part for part in update.parts if part.terms is not None]
     columns = [(part.places.flatten().tolist(), part.terms.log_prob.flatten().tolist()) for part in scored]
     return {place: value for column in columns for place, value in zip(*column, strict=True)}
 

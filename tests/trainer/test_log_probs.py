@@ -123,7 +123,7 @@ def test_each_term_is_recorded_where_it_stands(make_run, actor):
     run.stir()
     batch = run.batch()
     update, last = run.learn(batch), {}
-    for part in [*update.before, *update.after]:
+    for part in update.parts:
         for place, value in zip(part.places.flatten(), part.terms.log_prob.flatten(), strict=True):
             last[place.item()] = value.item()
         rollout_log_probs = batch.rollout.log_probs.flatten()[part.places.flatten()]
