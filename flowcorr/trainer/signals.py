@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
+import select
 import signal
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -19,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 REPEAT = 2.0  # seconds; a Ctrl-C that comes sooner after another signal is a held key, or the same one by another way
 REACTION = 5.0  # seconds for the main thread to stop before the process is ended
+RETRY = 0.1  # seconds: a signal that comes just before a wait begins does not interrupt it, so it is repeated
 WAKE = signal.SIGURG  # of ours, to the main thread; who has no handler for it ignores it
 Report = Callable[[int, bool], None]
 
@@ -49,9 +49,8 @@ class StopSignals:
         self.received: int | None = None
         self._clock = clock
         self._report: Report | None = None
-        self._reports: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # The main thread is asked to stop at once; it has, or the run is over.
-        self._forced, self._reacted = threading.Event(), threading.Event()
+        self._forced_at: float | None = None  # when the main thread was asked to stop at once
+        self._reacted = False  # it has, or the run is over
         self._previous: dict[int, Any] = {}
         self._previous_pipe = -1
         self._pipe: tuple[int, int] | None = None
@@ -69,19 +68,15 @@ class StopSignals:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup asks to go on without a terminal
             self._previous[number] = signal.signal(number, self._handle)
-        for name, target in (("signals", self._read), ("reports of signals", self._tell)):
-            thread = threading.Thread(target=target, name=name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        self._start("signals", self._read)
         StopSignals._in_force = self
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._pipe is None:
             return
-        self._reacted.set()
+        self._reacted = True
         os.write(self._pipe[1], b"\0")
-        self._reports.put(None)
         for thread in self._threads:
             thread.join()
         StopSignals._in_force = None
@@ -107,48 +102,44 @@ class StopSignals:
 
     def _react(self, *_: object) -> None:
         """Stop the main thread at once if that was asked for."""
-        if self._forced.is_set() and not self._reacted.is_set():
-            self._reacted.set()
+        if self._forced_at is not None and not self._reacted:
+            self._reacted = True
             raise KeyboardInterrupt
 
     def _read(self) -> None:
-        """Read signals in a thread, as soon as they come."""
+        """Read signals in a thread, as soon as they come, and end the process if it cannot stop at once as asked."""
         assert self._pipe is not None
-        came, first = 0.0, True
-        while (number := os.read(self._pipe[0], 1)[0]) != 0:
+        main, signals = threading.main_thread().ident, select.poll()
+        assert main is not None
+        signals.register(self._pipe[0], select.POLLIN)
+        came: float | None = None
+        while True:
+            asked = None if self._reacted else self._forced_at
+            if asked is not None and time.monotonic() > asked + REACTION:
+                _end_process()
+            if not signals.poll(None if asked is None else 1000 * RETRY):
+                signal.pthread_kill(main, WAKE)
+                continue
+            number = os.read(self._pipe[0], 1)[0]
+            if number == 0:
+                return
             if self._report is None or number not in STOP_SIGNALS:
                 continue
             before, came = came, self._clock()
-            if first:
-                first = False
+            if before is None:
                 self.received = self.received or number
-                self._reports.put(partial(self._report, number, False))
+                self._start("report of a signal", self._report, number, False)
             elif number == signal.SIGINT and came - before >= REPEAT:
-                if self._forced.is_set():
+                if self._forced_at is not None:
                     _end_process()
-                self._forced.set()
-                self._reports.put(partial(self._report, number, True))
-                waking = threading.Thread(name="wakes the main thread", target=self._wake, daemon=True)
-                self._threads.append(waking)
-                waking.start()
+                self._forced_at = time.monotonic()
+                self._start("report of a signal", self._report, number, True)
+                signal.pthread_kill(main, WAKE)
 
-    def _tell(self) -> None:
-        while (report := self._reports.get()) is not None:
-            report()
-
-    def _wake(self) -> None:
-        """Interrupt what the main thread waits for, and end the process if it does not react.
-
-        A signal that comes just before a wait begins does not interrupt it, so it is repeated.
-        """
-        main = threading.main_thread().ident
-        assert main is not None
-        end = time.monotonic() + REACTION
-        while time.monotonic() < end:
-            signal.pthread_kill(main, WAKE)
-            if self._reacted.wait(0.1):
-                return
-        _end_process()
+    def _start(self, name: str, target: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(name=name, target=target, args=args, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _restore(self) -> None:
         """Restore the caller's handlers."""
