@@ -66,16 +66,6 @@ Limit = float | Callable[[Units], float]
 """A number, or a function of the run's units."""
 
 
-def never_noted(units: Units) -> str:
-    """No reason: the finding is never a mere note."""
-    return ""
-
-
-def no_numbers(units: Units, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-    """No numbers beside the value and its limit."""
-    return {}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """The healthy range of a metric.
@@ -84,8 +74,8 @@ class Rule:
     models.
 
     Attributes:
-        name: name of the rule. Of a metric that every run logs, `name`, `what`, `advice`, `applied` and `noted` that
-            are left out are those of its own rule.
+        name: name of the rule. Of a metric that every run logs, everything that is left out is that of its own rule,
+            but for `low`, `high`, `serious` and `patience`.
         what: the metric in words.
         low, high: the healthy range: numbers, or functions of the run's `Units`.
         serious: limit above which the finding is serious.
@@ -93,8 +83,9 @@ class Rule:
         applied: judge the metric of the whole update, `actor/rollout_corr/`, if it is logged; charts show both.
         patience: consecutive steps outside the range that make a finding.
         each_time: whether each such step is told, and not only the first.
-        noted: why the finding is a mere note in a run with these `Units`; empty where it is more.
-        numbers: further numbers of the finding, from the `Units` and the metrics of the step.
+        noted: why the finding is a mere note in a run with these `Units`, which takes the place of the advice; empty
+            where it is more. None if it always is.
+        numbers: further numbers of the finding, from the `Units` and the metrics of the step; None without any.
         hides: names of rules whose metrics have the same fault in them.
         metric: the full name of the metric, which its row sets.
     """
@@ -108,8 +99,8 @@ class Rule:
     applied: bool = False
     patience: int = 1
     each_time: bool = False
-    noted: Callable[[Units], str] = never_noted
-    numbers: Callable[[Units, Mapping[str, Any]], Mapping[str, Any]] = no_numbers
+    noted: Callable[[Units], str] | None = None
+    numbers: Callable[[Units, Mapping[str, Any]], Mapping[str, Any]] | None = None
     hides: tuple[str, ...] = ()
     metric: str = ""
 
@@ -133,11 +124,12 @@ class Rule:
         low, high = self.limits(units)
         if low <= value <= high:
             return None
-        serious, note = value > self.serious, self.noted(units)
+        serious, note = value > self.serious, self.noted(units) if self.noted else ""
         limit = self.serious if serious else low if value < low else high
+        more = self.numbers(units, metrics) if self.numbers else {}
         return self.broken(
             f"{self.what} is {'below' if value < low else 'above'} its limit",
-            {"metric": metric, "value": value, "limit": limit, **self.numbers(units, metrics)},
+            {"metric": metric, "value": value, "limit": limit, **more},
             beyond=abs(value - limit),
             level="note" if note else "serious" if serious else "warning",
             remedy=note,

@@ -60,6 +60,7 @@ INTERFACES: Mapping[str, Callable[[Any], Iterator[Row]]] = {
     "flowcorr.models.base.ModelFamily": members,
     "flowcorr.instruments.metrics.Metric": fields,
     "flowcorr.instruments.metrics.Rule": fields,
+    "flowcorr.instruments.metrics.Units": fields,
     "flowcorr.rewards.Reward": members,
 }
 """By the name to import, the reader of its rows."""
