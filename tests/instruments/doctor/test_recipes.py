@@ -1,6 +1,7 @@
 """The doctor accuses no family's recipe, in any precision and with a schedule of any length.
 
-Each runs with the tiny random pipeline of its family in place of the model. All of them on the real engine:
+Each runs with the tiny random pipeline of its family in place of the model. All of them on the real engine, in
+schedules of each length; `-m 'vllm_omni and not slow'` takes two lengths:
 
     pytest tests/instruments/doctor/test_recipes.py -m vllm_omni
 """
@@ -22,6 +23,7 @@ of_each_model = pytest.mark.parametrize(
     ("recipe", "tiny"), MODELS, ids=[tiny.build.__name__.removeprefix("build_tiny_") for _, tiny in MODELS]
 )
 STEPS = (4, 8, 10, 20, 28)
+SLOW_STEPS = (8, 20, 28)
 FEW_STEPS = 6  # no window of a recipe lies further behind
 STEPS_WITH_REFERENCES = (4, 20)  # a reference of a megapixel makes a step as long as ten others
 HALF = "bfloat16"
@@ -106,7 +108,9 @@ def test_an_engine_of_lower_precision(recipe, tiny, dtype, model):
 
 @pytest.mark.vllm_omni
 @pytest.mark.filterwarnings("ignore")  # of vLLM's own
-@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize(
+    "steps", [pytest.param(steps, marks=pytest.mark.slow if steps in SLOW_STEPS else ()) for steps in STEPS]
+)
 @pytest.mark.parametrize("dtype", [HALF, "float32"])
 @of_each_model
 def test_on_the_real_engine(recipe, tiny, dtype, steps, model):

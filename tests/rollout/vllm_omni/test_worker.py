@@ -70,9 +70,8 @@ def test_weights_whose_digests_agree_are_not_accused(weight_sync, start, monkeyp
         for seed in (1, 2):
             stack.stir(seed=seed)
             stack.sync()
-    assert [record.levelname for record in caplog.records if record.name.startswith("flowcorr")] == [
-        "WARNING"
-    ]
+    warned = [record for record in caplog.records if record.levelname != "INFO"]
+    assert [record.name.split(".")[0] for record in warned] == ["flowcorr"]
     monkeypatch.setattr(stack.engine, "_own_digest", None)
     stack.stir(seed=3)
     if weight_sync == "lora_tensors":
