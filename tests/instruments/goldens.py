@@ -8,9 +8,6 @@ from instruments.foreign_dumps import D
 from instruments.run_folders import write_run
 
 from flowcorr.cli import main
-from flowcorr.instruments.audit.dumped import replays_of
-from flowcorr.instruments.report import report
-from flowcorr.instruments.steps import read_dumped
 from flowcorr.instruments.watch import Watch
 from flowcorr.rollout import InProcessEngine
 
@@ -24,30 +21,30 @@ SMALL = [
 
 
 SYNC = InProcessEngine.sync
-KINDS = {"healthy": "none", "warning": "leave", "serious": "repair"}  # by the level of the advice
-FAULTS = {"non_finite", "summed", "one_step", "shared_shift", "few_samples", "stale"}
 
 
 def audited(arguments, out, capsys):
-    """The numbers and causes of an audit."""
+    """The exit code of an audit with its facts, tables, findings and the names of its charts, without sentences."""
     code = main(["audit", *map(str, arguments), "--out", str(out), "--json"])
     report = json.loads(capsys.readouterr().out)
-    numbers = ("joint_nats", "outside_clip", "outliers", "outlier_band", "num_samples", "num_elements")
-    advice = [found for found in report["findings"] if found["cause"] == "gap"]
-    tables = report["tables"]
     return {
         "exit": code,
-        "mode": report["facts"].get("mode"),
-        "kind": KINDS[advice[0]["level"]] if advice else None,
-        **{name: report["facts"].get(name) for name in numbers},
-        "causes": [found["cause"] for found in report["findings"] if found["cause"] in FAULTS],
-        "steps": [[step["step_index"], step["exact_kl"], step["clip_needed"]] for step in tables["steps"]],
-        "scales": [[row["scale"], row["level"], row["expected_ess"]] for row in tables.get("scales", [])],
-        "presets": {
-            row["preset"].removesuffix(" (this run)"): [row["rejected_terms"], row["weight"]]
-            for row in tables["presets"]
-        },
+        "facts": {name: value for name, value in report["facts"].items() if name != "basis"},
+        "tables": {name: [list(row.values()) for row in rows] for name, rows in report["tables"].items()},
+        "findings": [
+            [found["level"], found["cause"], *found["numbers"].values()] for found in report["findings"]
+        ],
+        "charts": list(report["charts"]),
     }
+
+
+def audited_recipe(arguments, out, capsys):
+    """The numbers of an audit that do not depend on the time it took."""
+    found = audited(arguments, out, capsys)
+    for name in ("recompute_share", "images_per_second"):
+        del found["facts"][name]
+    found["tables"]["presets"] = sorted(row[:2] + row[3:5] for row in found["tables"]["presets"])
+    return found
 
 
 def examined(arguments, capsys):
@@ -67,27 +64,19 @@ def half_bound(engine, weights):
     SYNC(engine, replace(weights, tensors=halved))
 
 
-def compared(folder):
-    """What presets would have made of a dump: cosine, length, rejected and changed terms."""
-    return {
-        replay.name: None
-        if (outcome := replay.outcome) is None
-        else [outcome.cosine, outcome.relative_norm, outcome.rejected_terms, outcome.changed_terms]
-        for replay in replays_of(read_dumped(folder))
-    }
-
-
-def reported(folder):
-    """Findings, charts and learning of a report."""
-    made = report([folder])
+def reported(folder, out):
+    """Exit code, findings and charts of a report."""
+    code = main(["report", str(folder), "--out", f"{out}/"])
+    made = json.loads((out / "report.json").read_text(encoding="utf-8"))
     others = ("learning", "files", "rules", "steps", "ending")
-    (learned,) = [found for found in made.findings if found.cause == "learning"]
+    (learned,) = [found for found in made["findings"] if found["cause"] == "learning"]
     return {
+        "exit": code,
         "findings": sorted(
-            [found.level, found.cause] for found in made.findings if found.cause not in others
+            [found["level"], found["cause"]] for found in made["findings"] if found["cause"] not in others
         ),
-        "charts": [name for section in made.charts for name in section.pictures],
-        "learned": learned.numbers["change"],
+        "charts": list(made["charts"]),
+        "learned": learned["numbers"]["change"],
     }
 
 
