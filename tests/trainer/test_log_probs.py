@@ -10,7 +10,7 @@ from torch.distributions import Normal, kl_divergence
 from flowcorr import config, dumps, trainer
 from flowcorr.algorithm import apply_bypass_mode_to_diffusion_batch
 from flowcorr.correction import RolloutCorrectionConfig
-from flowcorr.instruments.audit.dumped import audit_folder, replays_of
+from flowcorr.instruments.audit.dumped import audit_folder, presets_of
 from flowcorr.instruments.steps import read_dumped
 from flowcorr.trackers import read_metrics
 from flowcorr.trainer import checkpoint
@@ -204,6 +204,6 @@ def test_the_gap_of_a_bypass_run_holds_nothing_that_was_learned(tmp_path):
     assert report.fact("num_samples") == marked.all(1).sum() == len(marked) / 2
     told = " ".join(finding.sentence for finding in report.findings if finding.cause == "files")
     assert str(int((~marked).sum())) in told.split()
-    (own,) = [found.outcome for found in replays_of(read_dumped(tmp_path)) if found.of_run]
+    (own,) = [found.numbers for found in presets_of(read_dumped(tmp_path)) if found.of_run]
     losses = [record["actor/loss"] for record in records(tmp_path) if "actor/loss" in record]
-    assert own.loss == pytest.approx(sum(losses) / 2, rel=1e-4)
+    assert own["loss"] == pytest.approx(sum(losses) / 2, rel=1e-4)

@@ -13,10 +13,10 @@ from flowcorr.correction import OFF
 from flowcorr.dumps import DumpedTerms
 from flowcorr.dumps.replay import load_replay, replay_files
 from flowcorr.errors import ConfigError
+from flowcorr.instruments.audit.effect import steps_of
 from flowcorr.instruments.audit.explained import Beyond, Stated, beyond
 from flowcorr.instruments.audit.judge import report_of
-from flowcorr.instruments.audit.presets import Replay, replay_presets
-from flowcorr.instruments.audit.replay import chunks
+from flowcorr.instruments.audit.presets import Preset, compare
 from flowcorr.instruments.clip_noise import StartRatios
 from flowcorr.instruments.faults import delta, diagnose, trained_columns
 from flowcorr.instruments.finding import Report, on_files
@@ -96,7 +96,7 @@ def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> Report
         run.num_elements,
         ratios=StartRatios.concatenate(ratios),
         loss_mode=run.loss_mode,
-        replays=replays_of(run),
+        presets=presets_of(run),
         steps=run.replayable,
         faults=faults,
         notes=on_files(notes),
@@ -130,14 +130,12 @@ def _stated(run: DumpedRun) -> Stated:
     return Stated.of_captured(load_replay(captured[-1]) if captured else None)
 
 
-def replays_of(run: DumpedRun) -> list[Replay]:
+def presets_of(run: DumpedRun) -> list[Preset]:
     """Presets on the dumped steps; none where their loss is not to be imported."""
     if not run.replayable:
         return []
-    setting = run.setting
-    if not run.of_flowcorr or MODES in run.left_out:  # what corrected it is not known, or cannot be replayed
-        setting = replace(setting, correction=OFF)
-    return replay_presets(chunks(run), setting)
+    known = run.of_flowcorr and MODES not in run.left_out  # a correction that can be replayed
+    return compare(steps_of(run), run.setting.correction if known else OFF)
 
 
 def _with_trainer(run: DumpedRun) -> dict[int, DumpedTerms]:

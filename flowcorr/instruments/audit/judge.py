@@ -9,7 +9,7 @@ from torch import Tensor
 from flowcorr.instruments.audit.advice import BASIS, Facts, advise, mode_of
 from flowcorr.instruments.audit.explained import Beyond
 from flowcorr.instruments.audit.gap import joint_nats
-from flowcorr.instruments.audit.presets import Replay, preset_charts, preset_table
+from flowcorr.instruments.audit.presets import Preset, preset_charts, preset_table
 from flowcorr.instruments.audit.tables import (
     gap_chart,
     outliers,
@@ -45,7 +45,7 @@ def report_of(
     *,
     ratios: StartRatios | None = None,
     loss_mode: str = "",
-    replays: Sequence[Replay] = (),
+    presets: Sequence[Preset] = (),
     steps: Sequence[int] = (),
     facts: Sequence[Fact] = (),
     faults: Sequence[Finding] = (),
@@ -65,7 +65,7 @@ def report_of(
         num_elements: `D`, where known.
         ratios: of the gap's terms, where the loss or its clip range differs by step; None for those of `setting`.
         loss_mode: the name of the loss, where another stands in for it.
-        replays: presets on these terms.
+        presets: tried on these terms.
         steps: the training steps that these are of.
         facts: what was measured beside the gap.
         faults: of the log-probs, which come before any advice.
@@ -152,12 +152,12 @@ def report_of(
         if mode_of(judged) == "bypass" and not of_recipe and not ages:
             advice.append(_ASSUMED_NEWEST)
     findings = [*faults, *([] if hidden else advice), *notes]
-    pictures = {chart.name: chart for chart in [gap_chart(by_step, limit)]} | preset_charts(replays, steps)
+    pictures = {chart.name: chart for chart in [gap_chart(by_step, limit)]} | preset_charts(presets, steps)
     return Report(
         title=title,
         verdict=findings[0].sentence,
         facts=[*found, *facts],
-        tables=[*tables, *([preset_table(replays)] if replays else [])],
+        tables=[*tables, *([preset_table(presets)] if presets else [])],
         charts=[Charts(title="The gap, and presets", pictures=pictures)],
         findings=findings,
     )

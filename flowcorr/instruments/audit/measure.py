@@ -21,11 +21,11 @@ from flowcorr.algorithm.bands import WARM_UP
 from flowcorr.config.schema import Config, RolloutConfig
 from flowcorr.data import PromptStream, load_prompts
 from flowcorr.errors import ConfigError
+from flowcorr.instruments.audit.effect import Steps
 from flowcorr.instruments.audit.explained import Stated, beyond
 from flowcorr.instruments.audit.gap import joint_nats, measure_gap, split_gap
 from flowcorr.instruments.audit.judge import report_of
-from flowcorr.instruments.audit.presets import replay_presets
-from flowcorr.instruments.audit.replay import LoggedSteps
+from flowcorr.instruments.audit.presets import compare
 from flowcorr.instruments.finding import Fact, Finding, Report
 from flowcorr.instruments.plan.answers import duration
 from flowcorr.instruments.setting import Setting
@@ -150,7 +150,7 @@ def examine_batches(
         setting,
         whole,
         num_elements,
-        replays=replay_presets([as_steps(whole, num_elements, setting)], setting, passes=WARM_UP + 1),
+        presets=compare([as_steps(whole, num_elements, setting)], setting.correction, warm_up=WARM_UP),
         facts=[*_of_cost(cost), *_of_staleness(setting, precision, stale)],
         notes=_on_unmeasured(whole, config),
         stale=stale,
@@ -175,7 +175,7 @@ def _on_unmeasured(gap: Terms, config: Config) -> list[Finding]:
     ]
 
 
-def as_steps(gap: Terms, num_elements: int, setting: Setting) -> LoggedSteps:
+def as_steps(gap: Terms, num_elements: int, setting: Setting) -> Steps:
     """Measured terms as one training step on random advantages, whose current policy is the old one."""
     samples = len(gap.old_log_prob)
     draw = torch.Generator().manual_seed(0)
@@ -188,15 +188,7 @@ def as_steps(gap: Terms, num_elements: int, setting: Setting) -> LoggedSteps:
         rollout_kl=gap.old_rollout_kl,
         num_elements=num_elements,
     )
-    return LoggedSteps(
-        terms=terms,
-        setting=setting,
-        group_ids=torch.arange(samples),
-        bypass=False,
-        sizes=(samples,),
-        owners=torch.zeros(samples, dtype=torch.long),
-        before_update=None,
-    )
+    return Steps(terms=terms, sizes=[samples], setting=setting, group_ids=torch.arange(samples))
 
 
 def _of_cost(cost: Cost) -> list[Fact]:

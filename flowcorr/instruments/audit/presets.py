@@ -1,30 +1,25 @@
-"""The effect of each preset on the terms of training steps, without a model.
+"""The presets on training steps beside no correction: a table, and charts of how far each turns the gradient.
 
-A policy gradient is a sum over terms of coefficients, `d loss / d log_prob`, times what the model makes of each
-log-prob; a correction changes nothing but the coefficients. Where a preset's are those of no correction, up to a
-factor, so is its gradient; how far two gradients lie apart where they are not, the model decides.
+Where a preset's coefficients are those of no correction, up to a factor, so is its gradient; how far two gradients lie
+apart where they are not, the model decides.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from string import ascii_uppercase
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from flowcorr.algorithm import MeasuredBands
 from flowcorr.correction import OFF, PRESETS, RolloutCorrectionConfig
-from flowcorr.correction.config import ScaleName
-from flowcorr.instruments.audit.replay import LoggedSteps, Replayed, obstacle, replay
+from flowcorr.instruments.audit.effect import Effect, Steps, effect, obstacle
 from flowcorr.instruments.drawing import PALETTE, Chart
 from flowcorr.instruments.finding import Column, Table
 from flowcorr.instruments.plots import Curve, Dot, draw_curves, draw_dots
-from flowcorr.instruments.setting import Setting
 from flowcorr.metrics import Metrics
 
 THIS_RUN = "this run"
@@ -32,168 +27,224 @@ THIS_RUN = "this run"
 SAME_COSINE, SAME_TERMS = 0.999, 0.01
 _MAX_LINES = len(PALETTE)
 
-Scale = ScaleName | float
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """The effect of a preset on the steps; "uncorrected" is the run's loss without weights and rejection.
+class Preset:
+    """A correction on all steps beside no correction, which is the run's loss without weights and rejection.
 
     Attributes:
-        mean_weight, ess: of the weights that multiply the loss, after batch normalisation; None where none do.
-        rejected_terms, rejected_samples: shares; a sample counts if one of its terms is rejected.
-        clipped: share of kept terms whose ratio lies outside the loss's range; None where it has none.
-        loss: the policy loss, over all terms as `actor/loss` is; a KL to the reference is no part of it.
-        cosine: of its coefficients with uncorrected ones, the mean over steps; 0 for a step of which nothing is left,
-            and None where all uncorrected ones are 0.
-        least_cosine: the smallest over steps.
-        relative_norm: of its coefficients to uncorrected ones, over all steps.
-        changed_terms: share whose coefficient has another sign than the uncorrected one, where 0 is a sign too.
-        cosines: by step; None where all uncorrected ones are 0, and for steps that cannot be replayed.
-    """
-
-    mean_weight: float | None
-    ess: float | None
-    rejected_terms: float
-    rejected_samples: float
-    clipped: float | None
-    loss: float
-    cosine: float | None
-    least_cosine: float | None
-    relative_norm: float | None
-    changed_terms: float
-    cosines: Sequence[float | None]
-
-    @property
-    def same(self) -> bool:
-        """Whether it acts as no correction does, up to the length of the gradient."""
-        return self.changed_terms <= SAME_TERMS and self.cosine is not None and self.cosine >= SAME_COSINE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
-    """A preset at one scale.
-
-    Attributes:
-        name: the preset's, or `THIS_RUN` for the run's own correction where it is none of the presets.
-        mode: `decoupled`, `bypass` or `auto`.
-        scale: its `log_ratio_scale`.
+        name: the preset's, or `THIS_RUN` for the run's own correction where it is none of the presets; with its
+            `log_ratio_scale` where that is not the usual one.
         of_run: whether the run trained with it.
-        outcome: None where it cannot be replayed.
+        numbers: by name, those of `_numbers`; empty where it cannot be replayed.
+        cosines: of its coefficients with those of no correction, by step; None where these are all 0, and for steps
+            that cannot be replayed.
         reason: why it cannot be replayed on any step.
     """
 
     name: str
-    mode: str
-    scale: Scale
     of_run: bool
-    outcome: Outcome | None = None
+    numbers: Mapping[str, float | None] = field(default_factory=dict)
+    cosines: Sequence[float | None] = ()
     reason: str = ""
 
     @property
     def label(self) -> str:
-        """Its name, with its scale where that is not the usual one."""
-        scale = self.scale if isinstance(self.scale, str) else f"{self.scale:.4g}"
-        return self.name if scale == "mean" else f"{self.name}, {scale}"
+        """Its name, marked where the run trained with it."""
+        return f"{self.name} (this run)" if self.of_run and not self.name.startswith(THIS_RUN) else self.name
+
+    @property
+    def same(self) -> bool:
+        """Whether it acts as no correction does, up to the length of the gradient."""
+        cosine, changed = self.numbers["cosine"], self.numbers["changed_terms"]
+        return cosine is not None and changed is not None and cosine >= SAME_COSINE and changed <= SAME_TERMS
 
 
-def replay_presets(parts: Iterable[LoggedSteps], setting: Setting, *, passes: int = 1) -> list[Replay]:
+def compare(steps: Sequence[Steps], own: RolloutCorrectionConfig, *, warm_up: int = 0) -> list[Preset]:
     """Replay all presets on training steps, those nearest to no correction first.
 
     Args:
-        parts: the steps.
-        setting: the run's; its correction is tried too, if it is none of the presets.
-        passes: how often bands are measured on the steps before the outcome counts, where they stand for a long run.
+        steps: of the run, in order.
+        own: the run's correction, which is tried too if it is none of the presets.
+        warm_up: how often bands are measured on the steps before the effect counts, where they stand for a long run.
     """
-    corrections = _corrections(setting)
-    tallies = [_Tally() for _ in corrections]
-    bands = [setting.bands() for _ in corrections]
-    for steps in parts:
-        uncorrected = replay(
-            steps, RolloutCorrectionConfig.from_preset("bypass_ppo_clip") if steps.bypass else OFF
-        )
-        for correction, tally, measured in zip(corrections, tallies, bands, strict=True):
-            resolved = _in_mode(correction, "bypass" if steps.bypass else "decoupled")
-            if reason := obstacle(steps, resolved):
-                tally.skip(steps, reason)
-                continue
-            for _ in range(passes if _measures(resolved, measured) else 1):
-                found = replay(steps, resolved, measured)
-            tally.add(steps, found, uncorrected)
-    replays = [_finished(setting, *found) for found in zip(corrections, tallies, strict=True)]
-    return sorted(replays, key=_distance)
+    corrections = [RolloutCorrectionConfig.from_preset(name) for name in PRESETS]
+    if own.mode != "off" and own not in corrections:
+        with warnings.catch_warnings(
+            action="ignore", category=UserWarning
+        ):  # of a scale with nothing to act on
+            corrections.append(replace(own, preset=None))
+    bypass = RolloutCorrectionConfig.from_preset("bypass_ppo_clip")
+    plain = [effect(part, bypass if part.bypass else OFF) for part in steps]
+    tried = [
+        _tried(steps, plain, correction, of_run=correction == own, warm_up=warm_up)
+        for correction in corrections
+    ]
+    return sorted(tried, key=_distance)
 
 
-def _measures(correction: RolloutCorrectionConfig, bands: MeasuredBands) -> bool:
-    return correction.mode == "bypass" and correction.needs_batch and not bands.noise
+def _tried(
+    steps: Sequence[Steps],
+    plain: Sequence[Effect],
+    correction: RolloutCorrectionConfig,
+    *,
+    of_run: bool,
+    warm_up: int,
+) -> Preset:
+    found: list[Effect] = []
+    beside: list[Effect] = []
+    products, bands, reason = [], steps[0].setting.bands(), ""
+    for part, uncorrected in zip(steps, plain, strict=True):
+        chosen = _in_mode(correction, bypass=part.bypass)
+        if why := obstacle(part, chosen):
+            reason = why
+            products.append(torch.zeros(3, len(part.sizes), dtype=torch.float64))
+            continue
+        if chosen.mode == "bypass" and chosen.needs_batch and not found:
+            for _ in range(warm_up):
+                effect(part, chosen, bands)
+        found.append(effect(part, chosen, bands))
+        beside.append(uncorrected)
+        ours, theirs = found[-1].coefficients, uncorrected.coefficients
+        products.append(torch.stack([part.sums(each) for each in (ours * theirs, ours**2, theirs**2)]))
+    name = _named(correction)
+    if not found:
+        return Preset(name=name, of_run=of_run, reason=reason)
+    if not all(math.isfinite(one.loss_sum) for one in found):
+        return Preset(name=name, of_run=of_run, reason="its loss is not finite on these terms")
+    dots, ours, theirs = torch.cat(products, dim=1)
+    cosines = torch.where(ours > 0, dots / (ours * theirs).sqrt(), 0.0).clamp(-1, 1)
+    known = theirs > 0
+    numbers = _numbers(found, beside, weighted=correction.applies_weights)
+    if known.any():
+        numbers |= {
+            "cosine": float(cosines[known].mean()),
+            "least_cosine": float(cosines[known].min()),
+            "norm": math.sqrt(float(ours.sum() / theirs.sum())),
+        }
+    each = zip(cosines.tolist(), known, strict=True)
+    return Preset(
+        name=name,
+        of_run=of_run,
+        numbers=numbers,
+        cosines=[cosine if there else None for cosine, there in each],
+    )
+
+
+def _named(correction: RolloutCorrectionConfig) -> str:
+    scale = correction.log_ratio_scale
+    scale_text = scale if isinstance(scale, str) else f"{scale:.4g}"
+    return (correction.preset or THIS_RUN) + ("" if scale_text == "mean" else f", {scale_text}")
+
+
+def _in_mode(correction: RolloutCorrectionConfig, *, bypass: bool) -> RolloutCorrectionConfig:
+    """The correction with the mode of some steps in place of `auto`."""
+    if correction.mode != "auto":
+        return correction
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        return correction.in_mode("bypass" if bypass else "decoupled")
+
+
+def _numbers(found: Sequence[Effect], plain: Sequence[Effect], *, weighted: bool) -> dict[str, float | None]:
+    """The numbers of a preset over all steps; None where one is not known.
+
+    `weight` and `ess` are of the weights that multiply the loss, after batch normalisation. A sample is rejected if one
+    of its terms is. `clipped` is the share of kept terms whose ratio lies outside the loss's range. `loss` is over all
+    terms, as `actor/loss` is; a KL to the reference is no part of it. `cosine` is the mean over steps of that with the
+    coefficients of no correction, 0 for a step of which nothing is left; `least_cosine` the smallest, `norm` the length
+    beside theirs, and `changed_terms` the share with another sign, where 0 is a sign too.
+    """
+    judged, kept = (torch.cat([getattr(one, name) for one in found]) for name in ("judged", "kept"))
+    ours, theirs = (torch.cat([one.coefficients for one in ones]).sign() for ones in (found, plain))
+    weight = _finite([one.weight for one in found if one.weight is not None]) if weighted else None
+    rejected = judged & ~kept
+    total = float(weight.square().sum()) if weight is not None else 0.0
+    return {
+        "weight": None if weight is None else float(weight.mean()),
+        "ess": float(weight.sum() ** 2 / (len(weight) * total)) if weight is not None and total else None,
+        "rejected_terms": int(rejected.sum()) / int(judged.sum()),
+        "rejected_samples": int(rejected.any(1).sum()) / int(judged.any(1).sum()),
+        "clipped": Metrics.merged([one.metrics for one in found]).compute().get("actor/pg_clipfrac"),
+        "cosine": None,
+        "least_cosine": None,
+        "norm": None,
+        "changed_terms": int((ours != theirs).sum()) / int(judged.sum()),
+        "loss": sum(one.loss_sum for one in found) / max(sum(one.count for one in found), 1.0),
+    }
+
+
+def _finite(parts: Sequence[Tensor]) -> Tensor:
+    every = torch.cat([part.flatten() for part in parts])
+    return every[every.isfinite()]
+
+
+def _distance(preset: Preset) -> tuple[float, ...]:
+    """How far it is from no correction, for sorting; one that cannot be replayed comes last."""
+    if not preset.numbers:
+        return (math.inf,)
+    cosine, changed = preset.numbers["cosine"], preset.numbers["changed_terms"]
+    assert changed is not None, "a share of terms is always known"
+    return 1 - round(-1.0 if cosine is None else cosine, 4), round(changed, 3)
 
 
 # As a table and charts -----------------------------------------------------------------------------------------
 
 
-def preset_table(replays: Sequence[Replay]) -> Table:
+def _number(value: float) -> str:
+    return f"{value:.3f}" if abs(value) < 1000 else f"{value:.1e}"
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+_COLUMNS = (
+    Column(name="weight", show=_number),
+    Column(name="ess", heading="ESS", show=_number),
+    Column(name="rejected_terms", heading="rejected", show=_share),
+    Column(name="rejected_samples", heading="samples", show=_share),
+    Column(name="clipped", show=_share),
+    Column(name="cosine", show=_number),
+    Column(name="least_cosine", heading="lowest", show=_number),
+    Column(name="norm", show=_number),
+    Column(name="changed_terms", heading="changed", show=_share),
+)
+
+
+def preset_table(presets: Sequence[Preset]) -> Table:
     """A row for each preset; those that cannot be replayed, and why, stand in the note."""
-    found = [(one, one.outcome) for one in replays if one.outcome is not None]
-    same = sum(outcome.same for _, outcome in found)
+    found = [one for one in presets if one.numbers]
+    same = sum(one.same for one in found)
     note = f"of {len(found)}, {same or 'none'} change only the gradient's length, which Adam ignores"
     reasons: dict[str, list[str]] = {}
-    for one in replays:
-        if one.outcome is None:
-            reasons.setdefault(one.reason, []).append(one.label)
-    note = "; ".join([note, *(f"{_named(names)} not replayed ({why})" for why, names in reasons.items())])
+    for one in presets:
+        if one.reason:
+            reasons.setdefault(one.reason, []).append(one.name)
+    note = "; ".join([note, *(f"{_counted(names)} not replayed ({why})" for why, names in reasons.items())])
     return Table(
         name="presets",
         title="Presets beside no correction",
         note=note,
-        columns=[
-            Column(name="preset", words=True),
-            Column(name="weight", show=_number),
-            Column(name="ess", heading="ESS", show=_number),
-            Column(name="rejected_terms", heading="rejected", show=_share),
-            Column(name="rejected_samples", heading="samples", show=_share),
-            Column(name="clipped", show=_share),
-            Column(name="cosine", show=_number),
-            Column(name="least_cosine", heading="lowest", show=_number),
-            Column(name="norm", show=_number),
-            Column(name="changed_terms", heading="changed", show=_share),
-        ],
-        rows=[
-            (
-                _label(one),
-                outcome.mean_weight,
-                outcome.ess,
-                outcome.rejected_terms,
-                outcome.rejected_samples,
-                outcome.clipped,
-                outcome.cosine,
-                outcome.least_cosine,
-                outcome.relative_norm,
-                outcome.changed_terms,
-            )
-            for one, outcome in found
-        ],
-        marks=["this" if one.of_run else "idle" if outcome.same else "" for one, outcome in found],
+        columns=[Column(name="preset", words=True), *_COLUMNS],
+        rows=[(one.label, *(one.numbers[column.name] for column in _COLUMNS)) for one in found],
+        marks=["this" if one.of_run else "idle" if one.same else "" for one in found],
     )
 
 
-def _named(names: Sequence[str]) -> str:
+def _counted(names: Sequence[str]) -> str:
     return f"{names[0]} is" if len(names) == 1 else f"{len(names)} are"
 
 
-def preset_charts(replays: Sequence[Replay], steps: Sequence[int]) -> dict[str, Chart]:
+def preset_charts(presets: Sequence[Preset], steps: Sequence[int]) -> dict[str, Chart]:
     """How far each preset's gradient is from no correction, and how that changes over training steps."""
-    shown = [(one, one.outcome) for one in replays if one.outcome is not None]
-    if not shown:
+    found = [one for one in presets if one.numbers]
+    if not found:
         return {}
-    least = min(0.0, *(_or_nan(outcome.least_cosine) for _, outcome in shown))
+    spans = {
+        one.label: (_or_nan(one.numbers["least_cosine"]), _or_nan(one.numbers["cosine"])) for one in found
+    }
     rows = [
-        Dot(
-            name=_label(one),
-            value=_or_nan(outcome.cosine),
-            span=(_or_nan(outcome.least_cosine), _or_nan(outcome.cosine)),
-            muted=outcome.same,
-        )
-        for one, outcome in shown
+        Dot(name=one.label, value=spans[one.label][1], span=spans[one.label], muted=one.same) for one in found
     ]
     charts = [
         Chart(
@@ -201,11 +252,11 @@ def preset_charts(replays: Sequence[Replay], steps: Sequence[int]) -> dict[str, 
             title="Direction: cosine with no correction",
             caption="dot: mean over steps; line: down to the lowest step; grey: acts as no correction does",
             draw=draw_dots,
-            data={"rows": rows, "view": (least - 0.04, 1.04)},
-            height=34 + 19 * len(shown),
+            data={"rows": rows, "view": (min(0.0, *(least for least, _ in spans.values())) - 0.04, 1.04)},
+            height=34 + 19 * len(found),
         )
     ]
-    curves, names = _curves(shown, steps)
+    curves, names = _curves(found, steps)
     if curves:
         charts.append(
             Chart(
@@ -219,140 +270,24 @@ def preset_charts(replays: Sequence[Replay], steps: Sequence[int]) -> dict[str, 
     return {chart.name: chart for chart in charts}
 
 
-def _curves(shown: Sequence[tuple[Replay, Outcome]], steps: Sequence[int]) -> tuple[list[Curve], str]:
+def _curves(found: Sequence[Preset], steps: Sequence[int]) -> tuple[list[Curve], str]:
     """The presets that turn the gradient, one of those that turn it alike, by letter; and the letters' names."""
-    kinds: dict[tuple[float, ...], tuple[Replay, Outcome]] = {}
-    for one, outcome in shown if len(steps) > 1 else ():
-        if not outcome.same and any(cosine is not None for cosine in outcome.cosines):
-            kinds.setdefault(tuple(round(_or_nan(cosine), 2) for cosine in outcome.cosines), (one, outcome))
-    found = list(kinds.values())[:: max(1, math.ceil(len(kinds) / _MAX_LINES))]
+    kinds: dict[tuple[float, ...], Preset] = {}
+    for one in found if len(steps) > 1 else ():
+        if not one.same and any(cosine is not None for cosine in one.cosines):
+            kinds.setdefault(tuple(round(_or_nan(cosine), 2) for cosine in one.cosines), one)
+    turned = list(kinds.values())[:: max(1, math.ceil(len(kinds) / _MAX_LINES))]
     curves, names = [], []
-    for mark, colour, (one, outcome) in zip(ascii_uppercase, PALETTE, found, strict=False):
+    for mark, colour, one in zip(ascii_uppercase, PALETTE, turned, strict=False):
         points = [
             (float(step), cosine, cosine, cosine)
-            for step, cosine in zip(steps, outcome.cosines, strict=True)
+            for step, cosine in zip(steps, one.cosines, strict=True)
             if cosine is not None
         ]
         curves.append(Curve(mark=mark, colour=colour, band=points))
-        names.append(f"{mark}: {_label(one)}")
+        names.append(f"{mark}: {one.label}")
     return curves, "; ".join(names)
-
-
-def _label(one: Replay) -> str:
-    return f"{one.label} (this run)" if one.of_run and one.name != THIS_RUN else one.label
 
 
 def _or_nan(value: float | None) -> float:
     return math.nan if value is None else value
-
-
-def _number(value: float) -> str:
-    return f"{value:.3f}" if abs(value) < 1000 else f"{value:.1e}"
-
-
-def _share(value: float) -> str:
-    return f"{value:.1%}"
-
-
-# What is replayed --------------------------------------------------------------------------------------------
-
-
-def _corrections(setting: Setting) -> list[RolloutCorrectionConfig]:
-    """All presets, and the run's own correction if it is none of them."""
-    found, own = [RolloutCorrectionConfig.from_preset(name) for name in PRESETS], setting.correction
-    if own.mode != "off" and own not in found:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of a scale that has nothing to act on
-            found.append(replace(own, preset=None))
-    return found
-
-
-def _in_mode(
-    correction: RolloutCorrectionConfig, mode: Literal["decoupled", "bypass"]
-) -> RolloutCorrectionConfig:
-    """The correction with `mode` in place of `auto`."""
-    if correction.mode != "auto":
-        return correction
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        return correction.in_mode(mode)
-
-
-# Comparing -----------------------------------------------------------------------------------------------------
-
-
-class _Tally:
-    """Sums that make an `Outcome`, chunk by chunk."""
-
-    def __init__(self) -> None:
-        self.metrics = Metrics()
-        self.sums: dict[str, float] = {}
-        # By step, [., 3]: coefficients times uncorrected ones, and both squared.
-        self.products: list[Tensor] = []
-        self.reason = ""
-
-    def skip(self, steps: LoggedSteps, reason: str) -> None:
-        self.reason = reason
-        self.products.append(torch.zeros(len(steps.sizes), 3, dtype=torch.float64))
-
-    def add(self, steps: LoggedSteps, replayed: Replayed, uncorrected: Replayed) -> None:
-        ours, theirs = replayed.coefficients, uncorrected.coefficients
-        pairs = ((ours, theirs), (ours, ours), (theirs, theirs))
-        self.products.append(torch.stack([steps.sums(one * other) for one, other in pairs], dim=1))
-        self.metrics = self.metrics.merge(replayed.metrics).on_host()
-        sums = {
-            **replayed.corrected.counts(),
-            "changed_terms": int((ours.sign() != theirs.sign()).sum()),
-            "loss": replayed.loss_sum,
-            "count": replayed.count,
-            **replayed.weights,
-        }
-        self.sums = {name: self.sums.get(name, 0.0) + value for name, value in sums.items()}
-
-    def outcome(self, *, weighted: bool) -> Outcome:
-        values, sums = self.metrics.compute(), self.sums
-        weights, squares = sums.get("weights", 0.0), sums.get("squared_weights", 0.0)
-        products = torch.cat(self.products)
-        dots, ours, theirs = products.unbind(1)
-        found = theirs > 0
-        cosines = torch.where(ours > 0, dots / (ours * theirs).sqrt(), 0.0).clamp(-1, 1)
-
-        return Outcome(
-            mean_weight=weights / sums["weighted_terms"] if weighted else None,
-            ess=weights**2 / (sums["weighted_terms"] * squares) if weighted and squares else None,
-            rejected_terms=sums["rejected_terms"] / sums["terms"],
-            rejected_samples=sums["rejected_samples"] / sums["samples"],
-            clipped=values.get("actor/pg_clipfrac"),
-            loss=sums["loss"] / max(sums["count"], 1.0),
-            cosine=float(cosines[found].mean()) if found.any() else None,
-            least_cosine=float(cosines[found].min()) if found.any() else None,
-            relative_norm=math.sqrt(float(ours.sum() / theirs.sum())) if found.any() else None,
-            changed_terms=sums["changed_terms"] / sums["terms"],
-            cosines=[value if there else None for value, there in zip(cosines.tolist(), found, strict=True)],
-        )
-
-
-def _finished(setting: Setting, correction: RolloutCorrectionConfig, tally: _Tally) -> Replay:
-    outcome, reason = None, tally.reason
-    if tally.sums:
-        outcome, reason = tally.outcome(weighted=correction.applies_weights), ""
-        if not math.isfinite(outcome.loss):
-            outcome, reason = None, "its loss is not finite on these terms"
-    name = correction.preset
-    return Replay(
-        name=THIS_RUN if name is None else name,
-        mode=correction.mode,
-        scale=correction.log_ratio_scale,
-        of_run=correction == setting.correction,
-        outcome=outcome,
-        reason=reason,
-    )
-
-
-def _distance(replay: Replay) -> tuple[float, ...]:
-    """How far it is from no correction, for sorting; what cannot be replayed comes last."""
-    outcome = replay.outcome
-    if outcome is None:
-        return (math.inf,)
-    cosine = -1.0 if outcome.cosine is None else outcome.cosine
-    return 1 - round(cosine, 4), round(outcome.changed_terms, 3)

@@ -13,9 +13,9 @@ from flowcorr.correction import (
 )
 from flowcorr.errors import ConfigError
 from flowcorr.instruments.audit import audit_folder
-from flowcorr.instruments.audit import replay as replaying
-from flowcorr.instruments.audit.dumped import replays_of
-from flowcorr.instruments.audit.presets import THIS_RUN, Outcome, preset_charts, preset_table
+from flowcorr.instruments.audit.dumped import presets_of
+from flowcorr.instruments.audit.effect import stack, steps_of
+from flowcorr.instruments.audit.presets import THIS_RUN, compare, preset_charts, preset_table
 from flowcorr.instruments.steps import read_dumped
 from flowcorr.trackers import read_metrics
 from tests.shallow import SHALLOW
@@ -45,11 +45,11 @@ def small_config(*overrides):
 
 
 def replay_run(folder, *, allow_imports=()):
-    return replays_of(read_dumped(folder, allow_imports=allow_imports))
+    return presets_of(read_dumped(folder, allow_imports=allow_imports))
 
 
-def by_label(replays):
-    return {found.label: found for found in replays}
+def by_name(presets):
+    return {found.name: found for found in presets}
 
 
 # Against training ------------------------------------------------------------------------------------------------
@@ -93,22 +93,21 @@ def test_numbers_are_those_of_the_run(name, tmp_path):
         shutil.copy(run_dir / "config.yaml", alone)
         shutil.copy(path, alone / dumps.FOLDER)
         report = replay_run(alone)
-        (own,) = [found.outcome for found in report if found.of_run]
+        (own,) = [found.numbers for found in report if found.of_run]
         metrics = logged[step]
         prefix = "actor/rollout_corr" if dumps.load(path).bypass else "rollout_corr"
         expected = {
             "loss": metrics["actor/loss"],
             "clipped": metrics.get("actor/pg_clipfrac"),
             "rejected_terms": metrics[f"{prefix}/rollout_rs_masked_fraction"],
-            "mean_weight": 1.0 if name == "normalized" else metrics.get(f"{prefix}/rollout_is_mean"),
+            "weight": 1.0 if name == "normalized" else metrics.get(f"{prefix}/rollout_is_mean"),
             "ess": metrics.get(f"{prefix}/rollout_is_eff_sample_size"),
         }
         if name != "bypass":  # whose samples are single terms
             expected["rejected_samples"] = metrics[f"{prefix}/rejected_ratio"]
-        rejected.append(own.rejected_terms)
+        rejected.append(own["rejected_terms"])
         for key, value in expected.items():
-            found = getattr(own, key)
-            assert found == (value if value is None else pytest.approx(value, rel=2e-5, abs=1e-8)), key
+            assert own[key] == (value if value is None else pytest.approx(value, rel=2e-5, abs=1e-8)), key
     rejects = BAND in TRAINED[name] or name == "exact_kl"
     assert any(0 < share < 1 for share in rejected) == rejects
 
@@ -125,44 +124,34 @@ def test_a_run_that_chooses_its_mode(tmp_path):
         tmp_path / "run",
     )
     report = replay_run(tmp_path / "run")
-    found = by_label(report)
+    found = by_name(report)
     own = found[THIS_RUN]
-    assert (own.mode, own.of_run) == ("auto", True)
-    assert own.outcome.cosines == pytest.approx([1, 1])
-    assert found["disabled"].outcome.cosines == [None, pytest.approx(1)]
-    assert found["bypass_ppo_clip"].outcome.cosines[0] == pytest.approx(1)
-    assert found["bypass_ppo_clip"].outcome.cosines[1] < 0.99
+    assert own.of_run
+    assert own.cosines == pytest.approx([1, 1])
+    assert found["disabled"].cosines == [None, pytest.approx(1)]
+    assert found["bypass_ppo_clip"].cosines[0] == pytest.approx(1)
+    assert found["bypass_ppo_clip"].cosines[1] < 0.99
     losses = [
         record["actor/loss"]
         for record in read_metrics(tmp_path / "run/metrics.jsonl")
         if "actor/loss" in record
     ]
-    assert own.outcome.loss == pytest.approx(sum(losses) / 2, rel=1e-4)
+    assert own.numbers["loss"] == pytest.approx(sum(losses) / 2, rel=1e-4)
 
 
 def test_modes_may_take_turns_under_any_correction(tmp_path):
     parts = [terms_of(seed=step, bypass=step != 1, kls=True) for step in range(3)]
     own = (f"{CORRECTION}.preset=decoupled_token_is", f"{CORRECTION}.bypass_mode=auto")
     run_dir = write_run(tmp_path / "run", parts, *own, "actor.loss_mode=grpo_guard")
-    found = by_label(replay_run(run_dir))
-    assert found[THIS_RUN].outcome.cosines == pytest.approx([1, 1, 1], abs=1e-5)
-    assert found["decoupled_token_is"].outcome.cosines == [None, pytest.approx(1, abs=1e-5), None]
+    found = by_name(replay_run(run_dir))
+    assert found[THIS_RUN].cosines == pytest.approx([1, 1, 1], abs=1e-5)
+    assert found["decoupled_token_is"].cosines == [None, pytest.approx(1, abs=1e-5), None]
 
 
 # Many steps ------------------------------------------------------------------------------------------------------
 
 
-def same_outcomes(one, other):
-    ours, theirs = by_label(one), by_label(other)
-    assert ours.keys() == theirs.keys()
-    for name, found in ours.items():
-        expected = theirs[name].outcome
-        for key in Outcome.__slots__:
-            value, wanted = getattr(found.outcome, key), getattr(expected, key)
-            assert value == (wanted if wanted is None else pytest.approx(wanted, rel=1e-9, abs=1e-12)), key
-
-
-def test_steps_may_be_stacked(tmp_path, monkeypatch):
+def test_steps_may_be_stacked(tmp_path):
     """All steps at once, and one by one; groups of two steps are not confused, nor batches normalised together."""
     own = (
         f"{CORRECTION}.preset=null",
@@ -174,42 +163,53 @@ def test_steps_may_be_stacked(tmp_path, monkeypatch):
         f"{CORRECTION}.rejection_groups=recentre",
     )
     parts = [terms_of(samples, seed=samples, shift=samples / 8) for samples in (8, 16, 12)]
-    run_dir = write_run(tmp_path / "run", parts, *own)
-    whole = replay_run(run_dir)
-    monkeypatch.setattr(replaying, "CHUNK_TERMS", 1)
-    same_outcomes(whole, replay_run(run_dir))
-    assert 0 < by_label(whole)[f"{THIS_RUN}, 100"].outcome.rejected_terms < 1
+    run = read_dumped(write_run(tmp_path / "run", parts, *own))
+    assert [steps.sizes for steps in steps_of(run)] == [[8, 16, 12]]
+    alone = [stack([run.load(step)], run.setting, of_flowcorr=True) for step in run.files]
+    whole, expected = (by_name(compare(steps, run.setting.correction)) for steps in (steps_of(run), alone))
+    assert whole.keys() == expected.keys()
+    for name, found in whole.items():
+        numbers = {key: value for key, value in expected[name].numbers.items() if value is not None}
+        assert {key: found.numbers[key] for key in numbers} == pytest.approx(numbers, rel=1e-9, abs=1e-12)
+        assert found.cosines == pytest.approx(expected[name].cosines, rel=1e-9, abs=1e-12)
+    assert 0 < whole[f"{THIS_RUN}, 100"].numbers["rejected_terms"] < 1
 
 
 def test_pooled_numbers_are_over_all_steps(tmp_path):
     parts = [terms_of(8, seed=1), terms_of(8, seed=2, shift=20.0)]
-    joined = by_label(replay_run(write_run(tmp_path / "run", parts)))
+    joined = by_name(replay_run(write_run(tmp_path / "run", parts)))
     alone = [
-        by_label(replay_run(write_run(tmp_path / f"{place}", [part]))) for place, part in enumerate(parts)
+        by_name(replay_run(write_run(tmp_path / f"{place}", [part]))) for place, part in enumerate(parts)
     ]
     for name, found in joined.items():
-        one, other = (report[name].outcome for report in alone)
-        assert found.outcome.rejected_terms == pytest.approx((one.rejected_terms + other.rejected_terms) / 2)
-        assert found.outcome.cosines == pytest.approx([one.cosine, other.cosine])
-        assert found.outcome.least_cosine == pytest.approx(min(one.cosine, other.cosine))
-        if one.mean_weight is not None:
-            assert found.outcome.mean_weight == pytest.approx((one.mean_weight + other.mean_weight) / 2)
+        one, other = (report[name] for report in alone)
+        assert found.numbers["rejected_terms"] == pytest.approx(
+            (one.numbers["rejected_terms"] + other.numbers["rejected_terms"]) / 2
+        )
+        assert found.cosines == pytest.approx([one.numbers["cosine"], other.numbers["cosine"]])
+        assert found.numbers["least_cosine"] == pytest.approx(
+            min(one.numbers["cosine"], other.numbers["cosine"])
+        )
+        if one.numbers["weight"] is not None:
+            assert found.numbers["weight"] == pytest.approx(
+                (one.numbers["weight"] + other.numbers["weight"]) / 2
+            )
 
 
 def test_weights_are_those_that_multiply_the_loss(tmp_path):
     """After normalisation, which scales each training step by its own mean weight."""
     own = (f"{CORRECTION}.preset=decoupled_token_is", f"{CORRECTION}.rollout_is_batch_normalize=true")
     parts = [terms_of(8, seed=1, shift=300.0), terms_of(16, seed=2, shift=30.0)]
-    found = by_label(replay_run(write_run(tmp_path / "run", parts, *own)))
+    found = by_name(replay_run(write_run(tmp_path / "run", parts, *own)))
     raw = [(one.old_log_probs - one.rollout_log_probs).exp().clamp(max=2) for one in parts]
     for name, weights in (
         ("decoupled_token_is", raw),
         (THIS_RUN, [one / one.mean() for one in raw]),
     ):
         every = torch.cat([one.flatten() for one in weights])
-        assert found[name].outcome.mean_weight == pytest.approx(float(every.mean()), rel=1e-6)
+        assert found[name].numbers["weight"] == pytest.approx(float(every.mean()), rel=1e-6)
         ess = float(every.sum() ** 2 / every.square().sum() / len(every))
-        assert found[name].outcome.ess == pytest.approx(ess, rel=1e-6)
+        assert found[name].numbers["ess"] == pytest.approx(ess, rel=1e-6)
 
 
 def test_every_preset_has_a_row(tmp_path):
@@ -217,16 +217,16 @@ def test_every_preset_has_a_row(tmp_path):
     found = replay_run(run_dir)
     assert sorted(one.name for one in found) == sorted(PRESETS)
     assert [one.name for one in found if one.of_run] == ["decoupled_seq_is"]
-    cosines = [one.outcome.cosine for one in found]
+    cosines = [one.numbers["cosine"] for one in found]
     assert cosines == pytest.approx(sorted(cosines, reverse=True), abs=1e-4)
 
 
 def test_the_runs_own_scale_is_tried(tmp_path):
     own = (f"{CORRECTION}.preset=decoupled_seq_is", f"{CORRECTION}.log_ratio_scale=sum")
-    scaled = by_label(replay_run(write_run(tmp_path / "run", [terms_of()], *own)))
+    scaled = by_name(replay_run(write_run(tmp_path / "run", [terms_of()], *own)))
     delta = (terms_of().old_log_probs - terms_of().rollout_log_probs).sum(1)
     expected = (D * delta).exp().clamp(max=2).mean().item()
-    assert scaled[f"{THIS_RUN}, sum"].outcome.mean_weight == pytest.approx(
+    assert scaled[f"{THIS_RUN}, sum"].numbers["weight"] == pytest.approx(
         expected, rel=1e-6
     )  # float32, as applied
 
@@ -236,10 +236,10 @@ def test_the_runs_own_scale_is_tried(tmp_path):
 
 def test_presets_that_cannot_be_replayed_have_a_reason(tmp_path):
     run_dir = write_run(tmp_path / "run", [terms_of(bypass=True)], f"{CORRECTION}.preset=bypass_ppo_clip")
-    report = by_label(replay_run(run_dir))
-    assert report["disabled"].outcome is None
+    report = by_name(replay_run(run_dir))
+    assert report["disabled"].numbers == {}
     assert "bypass_mode=false" in report["disabled"].reason
-    assert report["bypass_ppo_clip"].outcome.cosine == pytest.approx(1)
+    assert report["bypass_ppo_clip"].numbers["cosine"] == pytest.approx(1)
     (table,) = [table for table in audit_folder(run_dir).tables if table.name == "presets"]
     assert "13 are not replayed (in bypass mode" in table.note
 
@@ -257,8 +257,8 @@ def test_a_loss_that_is_not_finite_is_not_compared(tmp_path, monkeypatch):
     run_dir = write_run(
         tmp_path / "run", [terms_of()], "actor.loss_mode=overflowing:loss", f"{CORRECTION}=null"
     )
-    found = by_label(replay_run(run_dir, allow_imports=["overflowing:loss"]))
-    assert found["disabled"].outcome is None
+    found = by_name(replay_run(run_dir, allow_imports=["overflowing:loss"]))
+    assert found["disabled"].numbers == {}
     assert "finite" in found["disabled"].reason
 
 

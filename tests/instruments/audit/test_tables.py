@@ -14,7 +14,7 @@ from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import PRESETS
 from flowcorr.instruments.audit.gap import joint_nats
 from flowcorr.instruments.audit.measure import as_steps
-from flowcorr.instruments.audit.presets import replay_presets
+from flowcorr.instruments.audit.presets import compare
 from flowcorr.instruments.audit.tables import gap_chart, outliers, scale_table, step_table
 from flowcorr.instruments.clip_noise import StartRatios
 from flowcorr.instruments.faults import delta
@@ -77,12 +77,12 @@ def test_presets_reject_what_lies_beyond_their_bands():
     log_ratio = delta(gap)
     band = (math.log(0.999), math.log(1.001))
     outside = (log_ratio.mean(1) < band[0]) | (log_ratio.mean(1) > band[1])
-    assert found["decoupled_geo_rs"].rejected_samples == float(outside.double().mean()) > 0
+    assert found["decoupled_geo_rs"]["rejected_samples"] == float(outside.double().mean()) > 0
     alone = (log_ratio < band[0]) | (log_ratio > band[1])
-    assert found["bypass_ppo_clip_geo_rs"].rejected_terms == float(alone.double().mean())
-    assert found["bypass_ppo_clip_geo_rs"].mean_weight is None
-    assert found["decoupled_seq_is"].ess == pytest.approx(1, abs=1e-4)
-    assert found["disabled"].rejected_samples == 0
+    assert found["bypass_ppo_clip_geo_rs"]["rejected_terms"] == float(alone.double().mean())
+    assert found["bypass_ppo_clip_geo_rs"]["weight"] is None
+    assert found["decoupled_seq_is"]["ess"] == pytest.approx(1, abs=1e-4)
+    assert found["disabled"]["rejected_samples"] == 0
 
 
 def test_outliers_stand_out_of_the_noise():
@@ -98,16 +98,17 @@ def test_outliers_stand_out_of_the_noise():
 
 def test_measured_bands_are_those_after_training_steps_like_this_one():
     gap = normal_gap(0.03)
-    assert outcomes(gap)["bypass_ppo_clip_auto_rs"].rejected_terms == 0
+    assert outcomes(gap)["bypass_ppo_clip_auto_rs"]["rejected_terms"] == 0
     gap.old_log_prob[:400, 0] = 0.1
-    share = outcomes(gap)["bypass_ppo_clip_auto_rs"].rejected_terms
+    share = outcomes(gap)["bypass_ppo_clip_auto_rs"]["rejected_terms"]
     assert share == pytest.approx(400 / delta(gap).numel())
 
 
 def outcomes(gap):
     """What each preset makes of a gap."""
-    found = replay_presets([as_steps(gap, D, Setting.of(Config()))], Setting.of(Config()), passes=WARM_UP + 1)
-    return {one.name: one.outcome for one in found}
+    setting = Setting.of(Config())
+    found = compare([as_steps(gap, D, setting)], setting.correction, warm_up=WARM_UP)
+    return {one.name: one.numbers for one in found}
 
 
 def test_the_chart_shows_the_gap_beside_the_clip_range():

@@ -1,4 +1,4 @@
-"""Coefficients of replayed terms against autograd."""
+"""The effect of corrections on terms: coefficients against autograd, and what is judged and rejected."""
 
 import math
 from dataclasses import replace
@@ -9,13 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from instruments.dumped_runs import D, terms_of
 from instruments.foreign_dumps import draw_steps
+from instruments.gaps import normal_gap
 
 from flowcorr import config
+from flowcorr.algorithm.apply import correct
 from flowcorr.correction import OFF, RolloutCorrectionConfig, compute_rollout_correction_and_rejection_mask
-from flowcorr.instruments.audit.replay import chunks, obstacle, replay, stack
+from flowcorr.instruments.audit.effect import Steps, effect, obstacle, stack, steps_of
 from flowcorr.instruments.setting import Setting
 from flowcorr.instruments.steps import read_dumped
 from flowcorr.losses import flow_dppo, flow_grpo, grpo_guard, reinforce
+from flowcorr.records import Terms
 
 
 def weights_of(terms, target, preset):
@@ -34,7 +37,7 @@ def test_coefficients_are_the_gradient_of_the_mean_loss(preset, denominator):
     terms = terms_of()
     settings_of_run = Setting.of(config.load("tiny_jpeg_lora"))
     correction = RolloutCorrectionConfig.from_preset(preset, rollout_rs_denominator=denominator)
-    found = replay(stack([terms], settings_of_run), correction)
+    found = effect(stack([terms], settings_of_run), correction)
     log_prob = terms.current_log_probs.clone().requires_grad_()
     expected = weights_of(terms, terms.old_log_probs, preset)
     loss = flow_grpo(
@@ -49,7 +52,7 @@ def test_coefficients_are_the_gradient_of_the_mean_loss(preset, denominator):
     loss.mean(denominator).backward()
     torch.testing.assert_close(found.coefficients, log_prob.grad, rtol=1e-6, atol=0)
     assert found.loss_sum / found.count == pytest.approx(loss.mean(denominator).item(), rel=1e-6)
-    assert torch.equal(found.corrected.keep, expected.keep)
+    assert torch.equal(found.kept, expected.keep)
 
 
 def test_coefficients_of_a_decoupled_term_by_hand():
@@ -63,7 +66,7 @@ def test_coefficients_of_a_decoupled_term_by_hand():
         advantages=torch.tensor([1.0, -1.0, -2.0, 3.0], dtype=torch.float64),
     )
     settings_of_run = Setting.of(config.load("tiny_jpeg_lora", ["actor.clip_ratio=0.05"]))
-    found = replay(stack([terms], settings_of_run), RolloutCorrectionConfig.token_is())
+    found = effect(stack([terms], settings_of_run), RolloutCorrectionConfig.token_is())
     weight = math.exp(0.5)
     expected = [0, weight * math.exp(0.1) / 4, 0, -3 * weight * math.exp(0.01) / 4]
     assert found.coefficients.flatten().tolist() == pytest.approx(expected, rel=1e-6)
@@ -76,14 +79,14 @@ def test_coefficients_of_bypass():
     log_prob = terms.current_log_probs.clone().requires_grad_()
     clipped = flow_grpo(log_prob, terms.rollout_log_probs, advantage, clip_ratio=1e-3, adv_clip_max=5.0)
     clipped.mean().backward()
-    found = replay(stack([terms], settings_of_run), RolloutCorrectionConfig.bypass_ppo_clip())
+    found = effect(stack([terms], settings_of_run), RolloutCorrectionConfig.bypass_ppo_clip())
     torch.testing.assert_close(found.coefficients, log_prob.grad)
     log_prob.grad = None
     expected = weights_of(terms, terms.current_log_probs, "bypass_pg_geo_rs_seq_tis")
     reinforce(
         log_prob, advantage, adv_clip_max=5.0, weight=expected.weights, keep=expected.keep
     ).mean().backward()
-    found = replay(
+    found = effect(
         stack([terms], settings_of_run), RolloutCorrectionConfig.from_preset("bypass_pg_geo_rs_seq_tis")
     )
     assert 0 < expected.keep.double().mean() < 1
@@ -112,12 +115,12 @@ def test_losses_and_rejection_read_the_dumped_kls(loss_mode, bypass):
     settings_of_run = Setting.of(config.load("tiny_jpeg_lora", [f"actor.loss_mode={loss_mode}"]))
     bound = kl(mean if bypass else old_mean, rollout_mean).quantile(0.5).item()  # between two of the 24
     correction = RolloutCorrectionConfig(bypass_mode=bypass, rollout_rs="step_kl", rollout_rs_threshold=bound)
-    found = replay(stack([terms], settings_of_run), correction)
-    assert torch.equal(found.corrected.keep, kl(mean if bypass else old_mean, rollout_mean) <= bound)
+    found = effect(stack([terms], settings_of_run), correction)
+    assert torch.equal(found.kept, kl(mean if bypass else old_mean, rollout_mean) <= bound)
     log_prob = terms.current_log_probs.clone().requires_grad_()
     shared = {
         "kl": kl(mean, rollout_mean if bypass else old_mean),
-        "keep": found.corrected.keep,
+        "keep": found.kept,
         "adv_clip_max": 5.0,
     }
     old = terms.rollout_log_probs if bypass else terms.old_log_probs
@@ -145,8 +148,8 @@ def test_no_correction_is_no_correction(samples, steps, seed, spoilt):
     if spoilt:
         terms.current_log_probs[0, 0] = math.nan
     settings_of_run = Setting.of(config.load("tiny_jpeg_lora"))
-    found = replay(stack([terms], settings_of_run), RolloutCorrectionConfig.disabled())
-    expected = replay(stack([terms], settings_of_run), OFF)
+    found = effect(stack([terms], settings_of_run), RolloutCorrectionConfig.disabled())
+    expected = effect(stack([terms], settings_of_run), OFF)
     assert torch.equal(found.coefficients, expected.coefficients)
     assert found.coefficients.isfinite().all()
     assert found.loss_sum == expected.loss_sum
@@ -180,11 +183,11 @@ def test_bands_in_bypass_mode_are_those_of_the_steps_before():
         gap = 1e-4 * torch.randn(64, 2, generator=draw) + 0.1 * faulty[:, None]
         steps.append(replace(terms, rollout_log_probs=terms.current_log_probs - gap))
     expected = [torch.ones(64, 2, dtype=torch.bool)] * 3 + [~faulty[:, None].expand(-1, 2)] * 2
-    found = replay(stack(steps, settings_of_run), correction)
-    assert torch.equal(found.corrected.keep, torch.cat(expected))
+    found = effect(stack(steps, settings_of_run), correction)
+    assert torch.equal(found.kept, torch.cat(expected))
     bands = settings_of_run.bands()
     for step, keep in zip(steps, expected, strict=True):
-        assert torch.equal(replay(stack([step], settings_of_run), correction, bands).corrected.keep, keep)
+        assert torch.equal(effect(stack([step], settings_of_run), correction, bands).kept, keep)
 
 
 def test_bands_are_measured_by_terms_that_were_scored_before_the_first_update():
@@ -202,8 +205,8 @@ def test_bands_are_measured_by_terms_that_were_scored_before_the_first_update():
             terms, bypass=True, rollout_log_probs=terms.current_log_probs - gap, before_update=before
         )
         steps = stack([terms], settings_of_run, of_flowcorr=True)
-        replay(steps, correction, found)
-        replay(stack([rows_of(terms, first)], settings_of_run), correction, expected)
+        effect(steps, correction, found)
+        effect(stack([rows_of(terms, first)], settings_of_run), correction, expected)
     for mode, noise in found.noise.items():
         assert noise.spread[:2].isfinite().all()
         assert torch.equal(noise.spread[:2], expected.noise[mode].spread[:2])
@@ -219,5 +222,52 @@ def test_steps_of_samples_with_windows_of_their_own_are_told_by_their_noise_leve
     own = torch.stack([schedule[start : start + 2] for start in [0, 1, 2, 1] * 8])
     draw_steps(tmp_path, steps=2, without=("step_indices",), sigmas=own)
     run = read_dumped(tmp_path)
-    (steps,) = chunks(run)
+    (steps,) = steps_of(run)
     assert steps.terms.step_index[:3].tolist() == [[0, 1], [1, 2], [2, 3]]
+
+
+def as_steps(terms, sizes=None):
+    """Terms as training steps of the default loss, each sample a group of its own."""
+    samples = len(terms.log_prob)
+    setting = Setting.of(config.Config())
+    return Steps(
+        terms=terms, sizes=sizes or [samples], setting=setting, group_ids=torch.arange(samples), bypass=False
+    )
+
+
+def test_terms_that_were_left_out_before_are_neither_judged_nor_rejected():
+    judged = torch.ones(8, 2, dtype=torch.bool)
+    judged[0], judged[1, 0] = False, False
+    correction = RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold=(1.5, 2.0))
+    gap = normal_gap(0.03, samples=8)
+    found = effect(as_steps(replace(gap, keep=judged)), correction)
+    assert torch.equal(found.judged, judged)
+    assert not found.kept.any()
+    assert effect(as_steps(gap), OFF).kept.all()
+
+
+@pytest.mark.parametrize("preset", ["bypass_ppo_clip_geo_rs", "bypass_pg_geo_rs", "decoupled_geo_rs"])
+def test_bypass_judges_single_steps_unless_its_scope_is_the_trajectory(preset):
+    gap = normal_gap(0.03)
+    correction = RolloutCorrectionConfig.from_preset(preset)
+    single = preset == "bypass_ppo_clip_geo_rs"
+    expected, _ = correct(gap.per_term() if single else gap, correction)
+    found = effect(as_steps(gap), correction)
+    assert torch.equal(found.kept.flatten(), expected.keep.flatten())
+    assert 0 < found.kept.double().mean() < 1
+
+
+def test_a_correction_of_whole_steps_takes_them_one_by_one():
+    both = Terms.concatenate([normal_gap(r, samples=64) for r in (0.01, 0.3)])
+    correction = RolloutCorrectionConfig(
+        rollout_is="token", rollout_is_threshold=2.0, rollout_is_batch_normalize=True
+    )
+    found = effect(as_steps(both, sizes=[64, 64]), correction)
+    for rows in (slice(0, 64), slice(64, 128)):
+        assert float(found.weight[rows].mean()) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_groups_of_two_steps_are_not_confused():
+    parts = [terms_of(8, seed=1), replace(terms_of(8, seed=2), group_ids=torch.tensor([10**12, 7] * 4))]
+    groups = stack(parts, Setting.of(config.load("tiny_jpeg_lora"))).group_ids
+    assert groups.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, *[9, 8] * 4]
