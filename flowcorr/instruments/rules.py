@@ -9,9 +9,9 @@ from types import MappingProxyType
 from typing import Any
 
 from flowcorr.config.schema import Config
-from flowcorr.instruments.clip_noise import clip_key
 from flowcorr.instruments.finding import LEVELS, Finding, Level
 from flowcorr.instruments.gap_size import num_terms
+from flowcorr.instruments.gap_words import clip_key
 from flowcorr.instruments.image_drift import DriftDetector
 from flowcorr.instruments.jumps import JumpDetector
 from flowcorr.instruments.metrics.rule import Broken, Rule, Units

@@ -9,8 +9,10 @@ from dataclasses import replace
 from flowcorr.actor import DiffusionActor
 from flowcorr.config import load
 from flowcorr.data import PromptStream, load_prompts
+from flowcorr.instruments.audit.facts import Facts
 from flowcorr.instruments.audit.gap import measure_gap
 from flowcorr.instruments.audit.judge import report_of
+from flowcorr.instruments.gap_table import Gap
 from flowcorr.instruments.setting import Setting
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Terms
@@ -48,7 +50,8 @@ def measured(*keys):
         )
         rows = {name: rows.to(actor.family.dtype) for name, rows in rollout.conditioning.items()}
         gaps.append(measure_gap(actor, replace(rollout, conditioning=rows)))
-    return report_of("", Setting.of(config), Terms.concatenate(gaps), rollout.num_elements)
+    gap = Gap.of(Terms.concatenate(gaps), Setting.of(config))
+    return report_of("", gap, Facts.of(gap))
 
 
 def main():

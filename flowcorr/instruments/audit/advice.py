@@ -8,20 +8,16 @@ is twice the joint nats of the window, exact weights keep `exp(-x)` of their sam
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Literal
 
-from torch import Tensor, quantile
-
-from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.correction.bounds import AUTO
 from flowcorr.correction.modes import OUTLIER_Z
-from flowcorr.instruments.audit.explained import REMEDY, VERDICT, Beyond
-from flowcorr.instruments.clip_noise import clip_text
+from flowcorr.instruments.audit.explained import REMEDY, VERDICT
+from flowcorr.instruments.audit.facts import MAX_OUTLIERS, NEGLIGIBLE_NATS, Facts
 from flowcorr.instruments.finding import Finding, Level
-from flowcorr.instruments.gap_words import two_digits
-from flowcorr.losses import Limit
+from flowcorr.instruments.gap_table import CLIP_HEADROOM, CLIP_QUANTILE
+from flowcorr.instruments.gap_words import clip_text, limit_at, two_digits
 from flowcorr.rollout.precision import LARGEST_DISTANCE
 
 Kind = Literal["none", "leave", "correct", "repair"]
@@ -32,8 +28,6 @@ LEVELS: Mapping[Kind, Level] = {
     "repair": "serious",
 }
 
-# Uncorrected bias, behind, is 28 sqrt(x / 0.1) % of the gradient: below 3 % at x = 1e-3, for any shift there is.
-NEGLIGIBLE_NATS = 5e-4
 # Random shifts, uncorrected, D = 16384: bias 2 % at r = .01 and 5 % at .03 (a sample is worth .88), 18 % at .1 (.44).
 SMALL_R = 0.03
 # int4 rollouts of the embedded model, r = .055 to .06: with recomputed old log-probs, 28 seeds learned what float32
@@ -43,13 +37,9 @@ HARMLESS_R = 0.07
 # at 1.5 (.10), where its cap takes back what its weights gain. exp(-.7) = .5.
 MIN_ESS = 0.5
 IS_CAP = 2.0  # the cap those numbers were measured with
-# Bypass, random: clip ranges of .5, 1, 2 and more times the .99 quantile give a bias of 15, 2.3 and 1.8 % (1.8 without
-# a clip). The rest of the range is left to learning, which a clip at 2 would leave none.
-CLIP_HEADROOM = 4.0
-CLIP_QUANTILE = 0.99
-# That quantile of one noise, measured at four steps on 100 terms each, differs by a factor of 1.25 (1.5 in one of 20).
+# That quantile (`CLIP_QUANTILE`) of one noise, measured at four steps on 100 terms each, differs by a factor of 1.25
+# (1.5 in one of 20).
 CLIP_SPREAD = 1.5
-MAX_OUTLIERS = 0.05  # more are no outliers but the distribution; rejecting them hides its cause
 # By the level of the loss's ratio: what learns within the clip range has to lie within the band.
 _BAND_MODES = {"step": "token_k1", "trajectory_mean": "seq_mean_k1", "trajectory_sum": "seq_sum_k1"}
 _LEAST_WIDTH = 1e-9  # of a band, so that it has two ends
@@ -70,91 +60,18 @@ WORDS = {
     ): "In your trainer: take the engine's log-probs as the old ones; the clip range has room for the gap.",
 }
 """By whether weights correct the gap, and the mode: the advice for a trainer that takes no recipe."""
+_ASSUMED_NEWEST = Finding(
+    level="note",
+    cause="ages",
+    sentence="the dump does not tell whether these weights were the newest (policy_versions, version)",
+    remedy="if they were not, recompute old log-probs (decoupled)",
+)
+NO_ADVICE = Finding(
+    level="note",
+    cause="num_elements",
+    sentence="no advice: the dump does not tell num_elements, without which a gap has no size",
+)
 BASIS = "Limits and biases are those measured on a flow whose gradient is known: examples/ground_truth."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """The facts that the rules look at.
-
-    Attributes:
-        num_steps: SDE steps of the window.
-        num_elements: `D`.
-        joint_nats: mean over samples of the exact KL of the whole window, `D` times its sum over steps.
-        outliers: share of terms that `step_z` would reject.
-        outlier_band: largest distance of a ratio from 1 that is no outlier at any step.
-        exact_ess: share of samples that exact weights keep.
-        stale_nats: joint nats of older weights alone, without the engine's part.
-        clip_limit: how far the loss lets a ratio be from 1, a number or one by step index; None where it bounds none.
-        clip_by_step: clip range that bypass needs, by step index.
-        window_end: one more than the last step index that the SDE window can reach.
-        limit: the key of `actor` that `clip_limit` is from, None where the loss has none.
-        densities: whether log-probs are densities; published cps ones are in units of `2 s^2` nats.
-        recompute_share: of the time of rollout, recompute and update; None if it was not timed.
-        older_weights: whether the weights that sample are older than those that learn.
-        quantization: of the trainer's weights, where the engine's are not quantized; else `none`.
-        correction: of the run; of another trainer's, its mode alone.
-        beyond: the step whose gap is farthest beyond what the run's precision explains, if there is one.
-    """
-
-    num_steps: int
-    num_elements: int
-    joint_nats: float
-    exact_ess: float
-    stale_nats: float
-    clip_limit: float | Sequence[float] | None
-    clip_by_step: Mapping[int, float]
-    window_end: int
-    loss_mode: str
-    limit: Limit | None
-    ratio_level: str
-    densities: bool
-    outliers: float
-    outlier_band: float
-    recompute_share: float | None
-    older_weights: bool = False
-    quantization: str = "none"
-    correction: RolloutCorrectionConfig | None = None
-    beyond: Beyond | None = None
-
-    @property
-    def clip_needed(self) -> float:
-        """The largest clip range that bypass needs at any step."""
-        return max(self.clip_by_step.values())
-
-    @property
-    def r(self) -> float:
-        """Root mean square gap of the step means, in stds a latent element."""
-        return math.sqrt(2 * self.joint_nats / (self.num_steps * self.num_elements))
-
-    @property
-    def negligible(self) -> bool:
-        return self.joint_nats <= NEGLIGIBLE_NATS
-
-    @property
-    def has_headroom(self) -> bool:
-        """Whether the clip range leaves room above bypass's noise; never with stale weights, around which it clips."""
-        if self.older_weights:
-            return False
-        if self.clip_limit is None:
-            return self.negligible
-        return all(needed <= limit_at(self.clip_limit, index) for index, needed in self.clip_by_step.items())
-
-    @property
-    def systematic(self) -> bool:
-        """Whether most of the gap lies along what was learned; rounding points anywhere."""
-        return self.stale_nats > self.joint_nats / 2
-
-    @property
-    def unexplained(self) -> bool:
-        """Whether a fault is likelier than any rounding and staleness that the run states."""
-        if self.negligible or self.systematic:
-            return False
-        return self.beyond is not None or (self.r > LARGEST_DISTANCE and self.quantization == "none")
-
-    @property
-    def has_outliers(self) -> bool:
-        return not self.negligible and 0 < self.outliers <= MAX_OUTLIERS
 
 
 def advise(facts: Facts, *, of_recipe: bool = True) -> list[Finding]:
@@ -202,6 +119,8 @@ def advise(facts: Facts, *, of_recipe: bool = True) -> list[Finding]:
     if wider and of_recipe:
         sentence = "or bypass, with a clip range above the noise"
         found.append(Finding(level="note", cause="wider_clip", sentence=sentence, keys=wider))
+    if bypass and facts.older_weights is None and not of_recipe:
+        told.append(_ASSUMED_NEWEST)
     return found + told
 
 
@@ -212,23 +131,13 @@ def kind_of(facts: Facts) -> Kind:
     if facts.unexplained:
         return "repair"
     if facts.systematic and facts.exact_ess >= MIN_ESS:
-        return "correct" if facts.densities else "leave"
+        return "correct" if facts.setting.densities else "leave"
     return "repair" if facts.systematic or facts.r > LARGEST_DISTANCE else "leave"
 
 
 def mode_of(facts: Facts) -> Literal["bypass", "decoupled"]:
     """Whether old log-probs are to be recomputed."""
     return "bypass" if facts.has_headroom and kind_of(facts) != "correct" else "decoupled"
-
-
-def limit_at(limit: float | Sequence[float], step_index: int) -> float:
-    """`clip_limit` at one step."""
-    return limit[step_index] if isinstance(limit, Sequence) else limit
-
-
-def clip_needed(distance: Tensor) -> float:
-    """The clip range that leaves learning its room above the noise, from `|ratio - 1|` before any update."""
-    return CLIP_HEADROOM * float(quantile(distance.flatten(), CLIP_QUANTILE))
 
 
 def round_up(value: float) -> float:
@@ -289,12 +198,12 @@ def _about_gap(facts: Facts, kind: Kind) -> str:
 
 
 def _about_quantization(facts: Facts) -> str:
-    if facts.quantization == "none":
+    if facts.setting.quantization == "none":
         return ""
     return (
-        f" model.quantization={facts.quantization} rounds the trainer's weights and not the engine's, the likely "
-        "source; rollout.name=in_process samples with the same weights, and so does rollout.engine.weight_sync=merged. "
-        "flowcorr doctor says whether another part is wrong."
+        f" model.quantization={facts.setting.quantization} rounds the trainer's weights and not the engine's, the "
+        "likely source; rollout.name=in_process samples with the same weights, and so does "
+        "rollout.engine.weight_sync=merged. flowcorr doctor says whether another part is wrong."
     )
 
 
@@ -312,7 +221,9 @@ def _about_mode(facts: Facts, kind: Kind, bypass: bool) -> str:
         )
     if facts.clip_limit is None:
         bound = (
-            f"The loss {facts.loss_mode} bounds no ratio" if facts.limit is None else "No clip range is known"
+            f"The loss {facts.setting.actor.loss_mode} bounds no ratio"
+            if facts.limit is None
+            else "No clip range is known"
         )
         held = f"{bound}, so only the gap itself decides:"
     elif facts.has_headroom:
@@ -336,7 +247,7 @@ def _about_weights(facts: Facts, kind: Kind) -> str:
         )
     if kind == "none":
         return "none; they would be 1."
-    if not facts.densities and facts.systematic:
+    if not facts.setting.densities and facts.systematic:
         return (
             "none; with sampling.cps_unscaled differences of log-probs are no log-ratios of densities. Set it "
             "to false to correct this gap."
@@ -355,8 +266,8 @@ def _about_rejection(facts: Facts, bypass: bool) -> str:
     if not facts.outliers:
         band = _band(facts.outlier_band)
         return f"none; there are no outliers. A token_k1 band that this noise stays inside is {band}."
-    how = f"{_BAND_MODES[facts.ratio_level]} with auto, a band around the noise,"
-    if facts.ratio_level == "step":
+    how = f"{_BAND_MODES[facts.setting.actor.ratio_level]} with auto, a band around the noise,"
+    if facts.setting.actor.ratio_level == "step":
         how = f"token_k1 with auto, a band around the noise (here {_band(facts.outlier_band)})"
     if not bypass:
         how = "step_z, which follows the noise,"
@@ -374,21 +285,24 @@ def _keys(facts: Facts, kind: Kind, bypass: bool) -> dict[str, str]:
         }
     else:
         # Under a quantized trainer, bypass mode stays a question that each run answers by its own noise.
-        measured = facts.quantization != "none" and facts.clip_limit is not None
+        measured = facts.setting.quantization != "none" and facts.clip_limit is not None
         keys = {"bypass_mode": ("auto" if measured else "true") if bypass else "false"}
-        if bypass and facts.ratio_level != "step":
+        if bypass and facts.setting.actor.ratio_level != "step":
             keys["bypass_scope"] = "trajectory"
     if not facts.has_outliers:
         return keys
     if bypass:
-        return keys | {"rollout_rs": _BAND_MODES[facts.ratio_level], "rollout_rs_threshold": AUTO}
+        return keys | {
+            "rollout_rs": _BAND_MODES[facts.setting.actor.ratio_level],
+            "rollout_rs_threshold": AUTO,
+        }
     return keys | {"rollout_rs": "step_z", "rollout_rs_threshold": f"{OUTLIER_Z}"}
 
 
 def _in_force(facts: Facts, keys: Mapping[str, str]) -> bool:
     """Whether the run's correction is the one that these keys set, and does nothing else."""
-    correction = facts.correction
-    if correction is None or not _has_mode(facts, keys):
+    correction = facts.setting.correction
+    if not _has_mode(facts, keys):
         return False
     acts = correction.applies_weights, correction.rejects
     if acts != ("rollout_is" in keys, "rollout_rs" in keys) or correction.loss_type != "ppo_clip":
@@ -399,7 +313,7 @@ def _in_force(facts: Facts, keys: Mapping[str, str]) -> bool:
 def _has_mode(facts: Facts, keys: Mapping[str, str]) -> bool:
     """Whether the run is in the mode that these keys set; without a correction, old log-probs are recomputed."""
     modes = {"true": ("bypass",), "false": ("decoupled", "off"), AUTO: ("auto",)}
-    return facts.correction is not None and facts.correction.mode in modes[keys["bypass_mode"]]
+    return facts.setting.correction.mode in modes[keys["bypass_mode"]]
 
 
 def _alternative(facts: Facts, bypass: bool) -> str:
@@ -421,9 +335,9 @@ def _clip_line(facts: Facts) -> str:
     # What is wider than its noise stays, and so does a step that was not sampled: its noise is not known.
     by_step = [
         max(round_up(facts.clip_by_step.get(index, 0.0)), limit_at(facts.clip_limit, index))
-        for index in range(facts.window_end)
+        for index in range(facts.setting.window_end)
     ]
-    unknown = [index for index in range(facts.window_end) if index not in facts.clip_by_step]
+    unknown = [index for index in range(facts.setting.window_end) if index not in facts.clip_by_step]
     remark = f"; not measured: {', '.join(map(str, unknown))}" if unknown else ""
     return f"{key}: [{', '.join(map(_number, by_step))}]  # by step index{remark}"
 

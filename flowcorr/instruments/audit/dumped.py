@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +15,13 @@ from flowcorr.dumps.replay import load_replay, replay_files
 from flowcorr.errors import ConfigError
 from flowcorr.instruments.audit.effect import steps_of
 from flowcorr.instruments.audit.explained import Beyond, Stated, beyond
+from flowcorr.instruments.audit.facts import Facts
 from flowcorr.instruments.audit.judge import report_of
 from flowcorr.instruments.audit.presets import Preset, compare
-from flowcorr.instruments.clip_noise import StartRatios
 from flowcorr.instruments.faults import delta, diagnose, trained_columns
-from flowcorr.instruments.finding import Report, on_files
+from flowcorr.instruments.finding import Finding, Report, on_files
 from flowcorr.instruments.gap_size import estimated_kl, moments_disagree
+from flowcorr.instruments.gap_table import Gap
 from flowcorr.instruments.step_files import holds_trainer, trained_log_probs
 from flowcorr.instruments.steps import DumpedRun, ages_of, gap_of, read_dumped
 from flowcorr.instruments.stored import stored_in
@@ -88,26 +89,32 @@ def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> Report
         notes.append(
             f"presets are not replayed: {LOSS}={name!r} is code of the run's own; {how_to_allow(name)}"
         )
-    ratios = [StartRatios.of(gap, run.settings[step].actor) for step, gap in judged.items()]
+    gap = Gap.concatenate([Gap.of(one, run.settings[step]) for step, one in judged.items()])
     return report_of(
         f"Audit of {folder}",
-        run.setting,
-        Terms.concatenate(list(judged.values())),
-        run.num_elements,
-        ratios=StartRatios.concatenate(ratios),
+        gap,
+        Facts.of(
+            gap,
+            older_weights=_older_weights(run, faults, known=bool(ages) and len(ages) == len(steps)),
+            beyond=_beyond(
+                run,
+                {step: one for step, one in judged.items() if step not in unmarked},
+                {step: age[finite[step]] for step, age in ages.items() if step in finite},
+            ),
+        ),
         loss_mode=run.loss_mode,
         presets=presets_of(run),
-        steps=run.replayable,
         faults=faults,
         notes=on_files(notes),
         of_recipe=run.of_flowcorr,
-        ages=ages if len(ages) == len(steps) else None,
-        beyond=_beyond(
-            run,
-            {step: gap for step, gap in judged.items() if step not in unmarked},
-            {step: age[finite[step]] for step, age in ages.items() if step in finite},
-        ),
     )
+
+
+def _older_weights(run: DumpedRun, faults: Sequence[Finding], *, known: bool) -> bool | None:
+    """Whether older weights sample; None where the dump does not tell it of all steps."""
+    if run.setting.staleness > 0 or any(fault.cause == "stale" for fault in faults):
+        return True
+    return False if known else None
 
 
 def _beyond(run: DumpedRun, gaps: Mapping[int, Terms], ages: Mapping[int, Tensor]) -> Beyond | None:

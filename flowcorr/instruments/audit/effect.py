@@ -6,7 +6,7 @@ the model decides. A correction changes nothing but the coefficients, so two cor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -33,7 +33,7 @@ class Steps:
 
     Attributes:
         terms: of all of them, `S` samples in the order of the steps.
-        sizes: samples of each step.
+        sizes: by training step, its samples.
         setting: their loss and schedule.
         group_ids: `[S]`; no two steps share a group.
         bypass: whether the steps were in bypass mode.
@@ -41,7 +41,7 @@ class Steps:
     """
 
     terms: Terms
-    sizes: Sequence[int]
+    sizes: Mapping[int, int]
     setting: Setting
     group_ids: Tensor
     bypass: bool = False
@@ -49,7 +49,7 @@ class Steps:
 
     def owners(self) -> Tensor:
         """`[S]`, which of the steps a sample is of."""
-        return torch.arange(len(self.sizes)).repeat_interleave(torch.tensor(self.sizes))
+        return torch.arange(len(self.sizes)).repeat_interleave(torch.tensor(list(self.sizes.values())))
 
     def sums(self, values: Tensor) -> Tensor:
         """Sums of `[S, T]` values over the terms of each step, float64."""
@@ -59,7 +59,7 @@ class Steps:
     def rows(self) -> Iterator[slice]:
         """The samples of each step."""
         end = 0
-        for size in self.sizes:
+        for size in self.sizes.values():
             yield slice(end, end + size)
             end += size
 
@@ -90,16 +90,16 @@ def steps_of(run: DumpedRun) -> list[Steps]:
 
     Steps whose loss is code of the run's own that was not imported are left out.
     """
-    loaded = [(run.load(step), run.settings[step]) for step in run.replayable]
-    kinds = groupby(loaded, key=lambda pair: (pair[0].bypass, pair[0].tensors().keys(), pair[1]))
+    loaded = ((step, run.load(step)) for step in run.replayable)
+    kinds = groupby(loaded, key=lambda one: (one[1].bypass, one[1].tensors().keys(), run.settings[one[0]]))
     return [
-        stack([part for part, _ in pairs], setting, run.levels, of_flowcorr=run.of_flowcorr)
-        for (_, _, setting), pairs in kinds
+        stack(dict(parts), setting, run.levels, of_flowcorr=run.of_flowcorr)
+        for (_, _, setting), parts in kinds
     ]
 
 
 def stack(
-    parts: Sequence[DumpedTerms],
+    parts: Mapping[int, DumpedTerms],
     setting: Setting,
     levels: Tensor | None = None,
     *,
@@ -108,21 +108,21 @@ def stack(
     """Steps of one mode and loss, with the same optional tensors.
 
     Args:
-        parts: of the steps.
+        parts: by training step.
         setting: their loss and schedule.
         levels: `noise_levels` of the run, where they have to stand for step indices.
         of_flowcorr: whether flowcorr trained them. In its own bypass mode the correction judged every term as the loss
             used it, also those scored after an update. Of another trainer's steps those tell nothing, see `gap_terms`.
     """
-    joined, groups, count = DumpedTerms.concatenate(parts), [], 0
-    for part in parts:
+    joined, groups, count = DumpedTerms.concatenate(list(parts.values())), [], 0
+    for part in parts.values():
         # Ids of any size, counted from where those of the step before end.
         ids = torch.arange(len(part.advantages)) if part.group_ids is None else part.group_ids
         groups.append(count + ids.unique(return_inverse=True)[1])
         count += len(ids)
     return Steps(
         terms=completed(joined, levels) if of_flowcorr else gap_terms(joined, levels),
-        sizes=[len(part.advantages) for part in parts],
+        sizes={step: len(part.advantages) for step, part in parts.items()},
         setting=setting,
         group_ids=torch.cat(groups),
         bypass=joined.bypass,

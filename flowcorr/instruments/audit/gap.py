@@ -19,12 +19,6 @@ from flowcorr.rollout import Weights
 from flowcorr.trainer.gap_split import behaviour_scores
 
 
-def joint_nats(gap: Terms, num_elements: int) -> float:
-    """Mean over samples of the exact KL of the window, by the chain rule."""
-    assert gap.old_rollout_kl is not None, "a gap has exact KLs"
-    return num_elements * float(gap.old_rollout_kl.sum(1).mean())
-
-
 def measure_gap(actor: DiffusionActor, rollout: Rollout) -> Terms:
     """The actor's view of a rollout.
 

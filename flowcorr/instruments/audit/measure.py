@@ -23,10 +23,13 @@ from flowcorr.data import PromptStream, load_prompts
 from flowcorr.errors import ConfigError
 from flowcorr.instruments.audit.effect import Steps
 from flowcorr.instruments.audit.explained import Stated, beyond
-from flowcorr.instruments.audit.gap import joint_nats, measure_gap, split_gap
+from flowcorr.instruments.audit.facts import Facts
+from flowcorr.instruments.audit.gap import measure_gap, split_gap
 from flowcorr.instruments.audit.judge import report_of
 from flowcorr.instruments.audit.presets import compare
+from flowcorr.instruments.audit.tables import joint_nats
 from flowcorr.instruments.finding import Fact, Finding, Report
+from flowcorr.instruments.gap_table import Gap
 from flowcorr.instruments.plan.answers import duration
 from flowcorr.instruments.setting import Setting
 from flowcorr.models.prompt_cache import PromptCache
@@ -118,44 +121,45 @@ def examine_batches(
     """
     config, seconds = actor.config, _Seconds(actor.device)
     staleness = config.rollout.max_weight_age
-    gaps, engines, stales, num_elements = [], [], [], 0
+    gaps, engines, stales = [], [], []
     for step, batch in enumerate(prompts):
         sample = partial(
             engine.sample, cache(batch), range(len(batch)), training_step=step + 1, with_means=True
         )
         rollout = seconds.timed("rollout", sample).to(actor.device)
-        num_elements = rollout.num_elements
-        gap = seconds.timed("recompute", partial(measure_gap, actor, rollout))
-        learn = partial(_learn_anything, actor, rollout, gap, training_step=step + 1)
+        scored = seconds.timed("recompute", partial(measure_gap, actor, rollout))
+        learn = partial(_learn_anything, actor, rollout, scored, training_step=step + 1)
         if step < staleness:
             seconds.timed("update", learn)
             engine.sync(actor.weights.snapshot())
             continue
-        gaps.append(gap)
+        gaps.append(scored)
         if staleness:
             of_engine, of_staleness = split_gap(actor, rollout, engine.history)
             engines.append(of_engine)
             stales.append(of_staleness)
     whole, of_precision = Terms.concatenate(gaps), Terms.concatenate(engines or gaps)
-    precision = joint_nats(of_precision, num_elements)
-    stale = joint_nats(Terms.concatenate(stales), num_elements) if stales else 0.0
+    stale = joint_nats(Terms.concatenate(stales)) if stales else 0.0
     for _ in range(staleness, 2):  # of which the first may have warmed up
         seconds.timed("update", learn)
     phases = ("rollout", "recompute", "update")
     images = len(prompts[-1]) * config.rollout.n
     cost = Cost(images=images, **{phase: seconds.fastest(phase) for phase in phases})
     setting = Setting.of(config)
+    gap = Gap.of(whole, setting)
     return report_of(
         f"Audit of {title}",
-        setting,
-        whole,
-        num_elements,
-        presets=compare([as_steps(whole, num_elements, setting)], setting.correction, warm_up=WARM_UP),
-        facts=[*_of_cost(cost), *_of_staleness(setting, precision, stale)],
+        gap,
+        Facts.of(
+            gap,
+            stale_nats=stale,
+            recompute_share=cost.share,
+            older_weights=staleness > 0,
+            beyond=beyond(of_precision, Stated.of(config)),
+        ),
+        presets=compare([as_steps(gap)], setting.correction, warm_up=WARM_UP),
+        beside=[*_of_cost(cost), *_of_staleness(setting, joint_nats(of_precision), stale)],
         notes=_on_unmeasured(whole, config),
-        stale=stale,
-        recompute_share=cost.share,
-        beyond=beyond(of_precision, Stated.of(config)),
     )
 
 
@@ -175,20 +179,19 @@ def _on_unmeasured(gap: Terms, config: Config) -> list[Finding]:
     ]
 
 
-def as_steps(gap: Terms, num_elements: int, setting: Setting) -> Steps:
-    """Measured terms as one training step on random advantages, whose current policy is the old one."""
-    samples = len(gap.old_log_prob)
+def as_steps(gap: Gap) -> Steps:
+    """A gap as one training step on random advantages, whose current policy is the old one."""
+    terms, samples = gap.terms, len(gap.terms.old_log_prob)
     draw = torch.Generator().manual_seed(0)
     advantage = torch.randn(samples, generator=draw, dtype=torch.float64)
-    terms = replace(
-        gap,
-        log_prob=gap.old_log_prob,
-        advantage=advantage[:, None].expand_as(gap.old_log_prob),
-        old_kl=torch.zeros_like(gap.old_log_prob),
-        rollout_kl=gap.old_rollout_kl,
-        num_elements=num_elements,
+    drawn = replace(
+        terms,
+        log_prob=terms.old_log_prob,
+        advantage=advantage[:, None].expand_as(terms.old_log_prob),
+        old_kl=torch.zeros_like(terms.old_log_prob),
+        rollout_kl=terms.old_rollout_kl,
     )
-    return Steps(terms=terms, sizes=[samples], setting=setting, group_ids=torch.arange(samples))
+    return Steps(terms=drawn, sizes={0: samples}, setting=gap.setting, group_ids=torch.arange(samples))
 
 
 def _of_cost(cost: Cost) -> list[Fact]:

@@ -37,15 +37,15 @@ class Preset:
             `log_ratio_scale` where that is not the usual one.
         of_run: whether the run trained with it.
         numbers: by name, those of `_numbers`; empty where it cannot be replayed.
-        cosines: of its coefficients with those of no correction, by step; None where these are all 0, and for steps
-            that cannot be replayed.
+        cosines: of its coefficients with those of no correction, by training step; without those whose uncorrected
+            ones are all 0, and those that cannot be replayed.
         reason: why it cannot be replayed on any step.
     """
 
     name: str
     of_run: bool
     numbers: Mapping[str, float | None] = field(default_factory=dict)
-    cosines: Sequence[float | None] = ()
+    cosines: Mapping[int, float] = field(default_factory=dict)
     reason: str = ""
 
     @property
@@ -122,12 +122,13 @@ def _tried(
             "least_cosine": float(cosines[known].min()),
             "norm": math.sqrt(float(ours.sum() / theirs.sum())),
         }
-    each = zip(cosines.tolist(), known, strict=True)
+    numbered = (step for part in steps for step in part.sizes)
+    each = zip(numbered, cosines.tolist(), known.tolist(), strict=True)
     return Preset(
         name=name,
         of_run=of_run,
         numbers=numbers,
-        cosines=[cosine if there else None for cosine, there in each],
+        cosines={step: cosine for step, cosine, there in each if there},
     )
 
 
@@ -235,7 +236,7 @@ def _counted(names: Sequence[str]) -> str:
     return f"{names[0]} is" if len(names) == 1 else f"{len(names)} are"
 
 
-def preset_charts(presets: Sequence[Preset], steps: Sequence[int]) -> dict[str, Chart]:
+def preset_charts(presets: Sequence[Preset]) -> dict[str, Chart]:
     """How far each preset's gradient is from no correction, and how that changes over training steps."""
     found = [one for one in presets if one.numbers]
     if not found:
@@ -256,7 +257,7 @@ def preset_charts(presets: Sequence[Preset], steps: Sequence[int]) -> dict[str, 
             height=34 + 19 * len(found),
         )
     ]
-    curves, names = _curves(found, steps)
+    curves, names = _curves(found)
     if curves:
         charts.append(
             Chart(
@@ -270,20 +271,16 @@ def preset_charts(presets: Sequence[Preset], steps: Sequence[int]) -> dict[str, 
     return {chart.name: chart for chart in charts}
 
 
-def _curves(found: Sequence[Preset], steps: Sequence[int]) -> tuple[list[Curve], str]:
+def _curves(found: Sequence[Preset]) -> tuple[list[Curve], str]:
     """The presets that turn the gradient, one of those that turn it alike, by letter; and the letters' names."""
-    kinds: dict[tuple[float, ...], Preset] = {}
-    for one in found if len(steps) > 1 else ():
-        if not one.same and any(cosine is not None for cosine in one.cosines):
-            kinds.setdefault(tuple(round(_or_nan(cosine), 2) for cosine in one.cosines), one)
+    kinds: dict[tuple[tuple[int, float], ...], Preset] = {}
+    for one in found:
+        if not one.same and len(one.cosines) > 1:
+            kinds.setdefault(tuple((step, round(cosine, 2)) for step, cosine in one.cosines.items()), one)
     turned = list(kinds.values())[:: max(1, math.ceil(len(kinds) / _MAX_LINES))]
     curves, names = [], []
     for mark, colour, one in zip(ascii_uppercase, PALETTE, turned, strict=False):
-        points = [
-            (float(step), cosine, cosine, cosine)
-            for step, cosine in zip(steps, one.cosines, strict=True)
-            if cosine is not None
-        ]
+        points = [(float(step), cosine, cosine, cosine) for step, cosine in one.cosines.items()]
         curves.append(Curve(mark=mark, colour=colour, band=points))
         names.append(f"{mark}: {one.label}")
     return curves, "; ".join(names)

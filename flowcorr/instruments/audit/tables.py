@@ -1,4 +1,4 @@
-"""The tables of a gap: by step of the schedule, and what weights would be worth; and its chart."""
+"""The worth of weights on a gap, its outliers, and its chart."""
 
 from __future__ import annotations
 
@@ -15,95 +15,43 @@ from flowcorr.correction.bounds import SCALES, scale_factor
 from flowcorr.correction.exponents import bounded
 from flowcorr.correction.modes import OUTLIER_Z
 from flowcorr.correction.robust import outlier_band
-from flowcorr.instruments.audit.advice import clip_needed, limit_at
-from flowcorr.instruments.clip_noise import QUANTILES, StartRatios
 from flowcorr.instruments.drawing import INK, LIMIT, PALETTE, Chart, label_lines, style_axis
 from flowcorr.instruments.faults import delta
 from flowcorr.instruments.finding import Column, Table
-from flowcorr.instruments.gap_words import two_digits
+from flowcorr.instruments.gap_table import ABS_DELTA, QUANTILES
+from flowcorr.instruments.gap_words import limit_at
 from flowcorr.records import Terms
 
 _MAX_NAMES = 20  # of steps below a chart
-_ABS_DELTA = tuple(f"abs_delta_{100 * level:.0f}" for level in QUANTILES)
 
 
-def step_table(gap: Terms, ratios: StartRatios, num_elements: int | None) -> Table:
-    """The gap at each step of the schedule.
-
-    Args:
-        gap: what was measured.
-        ratios: of its terms, before any update.
-        num_elements: `D`; None where it is not known.
-    """
-    log_ratio, kl, sigmas, rows = delta(gap), gap.old_rollout_kl, gap.sigma, []
-    assert kl is not None, "a gap has exact KLs"
-    assert sigmas is not None, "a gap has noise levels"
-    for index in gap.step_index.unique().tolist():
-        here = gap.step_index == index
-        sigma = float(sigmas[here][0])
-        rows.append(
-            (
-                index,
-                sigma if math.isfinite(sigma) else None,
-                int(here.sum()),
-                float(log_ratio[here].mean()),
-                *torch.quantile(log_ratio[here].abs(), log_ratio.new_tensor(QUANTILES)).tolist(),
-                float(kl[here].mean()),
-                ratios.outside(here),
-                clip_needed(ratios.distance[here]),
-            )
-        )
-    size = "{:.1e}".format
-    nats = Column(name="exact_kl", heading="exact KL", show=size)
-    if num_elements is not None:
-        nats = Column(name="exact_kl", heading="joint nats", show=lambda kl: two_digits(num_elements * kl))
-    return Table(
-        name="steps",
-        title="By step",
-        note="delta log p, in nats a latent element" + "; joint nats of a step" * (num_elements is not None),
-        columns=[
-            Column(name="step_index", heading="step", words=True),
-            Column(name="sigma", show="{:.3f}".format),
-            Column(name="num_terms", heading="terms"),
-            Column(name="mean_delta", heading="mean", show=size),
-            *(
-                Column(name=name, heading=f"|delta| {level:.0%}", show=size)
-                for name, level in zip(_ABS_DELTA, QUANTILES, strict=True)
-            ),
-            nats,
-            Column(name="outside_clip", heading="outside clip", show="{:.0%}".format),
-            Column(name="clip_needed", heading="clip needed", show=size),
-        ],
-        rows=rows,
-    )
+def joint_nats(gap: Terms) -> float:
+    """Mean over samples of the exact KL of the window, by the chain rule: `D` times its sum over steps."""
+    return _size(gap) * float(_exact_kl(gap).sum(1).mean())
 
 
-def scale_table(gap: Terms, num_elements: int) -> Table:
+def exact_ess(gap: Terms) -> float:
+    """The share of samples that exact weights of whole windows would keep, of many samples like these."""
+    return _expected_ess(2 * _exact_kl(gap).sum(1), float(_size(gap)), _size(gap))
+
+
+def scale_table(gap: Terms) -> Table:
     """The worth of weights without a cap at every scale, by the definitions of ESS and chi-squared.
 
     The measured ESS is too high where few samples were measured; the expected one is for many samples like them.
-
-    With `R` the sum of `r^2` over the steps that a weight is of, its `delta` is normal with mean `-R / 2` and variance
-    `R / D`, so that `exp(c delta)` has the moments `exp(-c R / 2 + c^2 R / (2 D))` and `exp(-c R + 2 c^2 R / D)`. Terms
-    differ in `R`, by their steps of the schedule above all, so the expected share is of the mixture of them. At scale
-    `sum` it is `1 / mean(exp(R D))`, which a few large gaps make far smaller than their mean would.
     """
-    rows = []
-    of_terms, kl = delta(gap), gap.old_rollout_kl
-    assert kl is not None, "a gap has exact KLs"
+    rows, size, of_terms, kl = [], _size(gap), delta(gap), _exact_kl(gap)
     levels = {
         "token": (of_terms.flatten(), 2 * kl.flatten()),
         "sequence": (of_terms.sum(1), 2 * kl.sum(1)),
     }
     for scale in SCALES:
-        factor = scale_factor(scale, num_elements)
+        factor = scale_factor(scale, size)
         for level, (log_ratio, squared) in levels.items():
-            scaled, spread = factor * log_ratio, factor**2 * squared / num_elements
-            first, second = _log_mean_exp(scaled), _log_mean_exp(2 * scaled)
-            drift = factor * squared
-            expected = 2 * _log_mean_exp((spread - drift) / 2) - _log_mean_exp(2 * spread - drift)
+            first, second = _log_mean_exp(factor * log_ratio), _log_mean_exp(2 * factor * log_ratio)
             chi2 = math.expm1(second) if second < 700 else None
-            rows.append((scale, level, math.exp(2 * first - second), math.exp(expected), chi2))
+            expected = _expected_ess(squared, factor, size)
+            rows.append((scale, level, math.exp(2 * first - second), expected, chi2))
     return Table(
         name="scales",
         title="Weights without a cap",
@@ -120,13 +68,40 @@ def scale_table(gap: Terms, num_elements: int) -> Table:
     )
 
 
+def _expected_ess(squared: Tensor, factor: float, num_elements: int) -> float:
+    """The share of weights `exp(factor delta)` that count, of many samples like these.
+
+    With `R` the sum of `r^2` over the steps that a weight is of, its `delta` is normal with mean `-R / 2` and variance
+    `R / D`, so that `exp(c delta)` has the moments `exp(-c R / 2 + c^2 R / (2 D))` and `exp(-c R + 2 c^2 R / D)`. Terms
+    differ in `R`, by their steps of the schedule above all, so the expected share is of the mixture of them. At scale
+    `sum` it is `1 / mean(exp(R D))`, which a few large gaps make far smaller than their mean would.
+
+    Args:
+        squared: `[n]`, `R` of each weight.
+        factor: `c`.
+        num_elements: `D`.
+    """
+    spread, drift = factor**2 * squared / num_elements, factor * squared
+    return math.exp(2 * _log_mean_exp((spread - drift) / 2) - _log_mean_exp(2 * spread - drift))
+
+
 def _log_mean_exp(values: Tensor) -> float:
     return float(values.logsumexp(0)) - math.log(len(values))
 
 
-def outliers(gap: Terms, num_elements: int) -> tuple[float, float]:
+def _exact_kl(gap: Terms) -> Tensor:
+    assert gap.old_rollout_kl is not None, "a gap has exact KLs"
+    return gap.old_rollout_kl
+
+
+def _size(gap: Terms) -> int:
+    assert gap.num_elements is not None, "a gap without the size of its latents has no unit of whole steps"
+    return gap.num_elements
+
+
+def outliers(gap: Terms) -> tuple[float, float]:
     """The share of terms that `step_z` rejects, and the largest `|ratio - 1|` that is no outlier at any step."""
-    log_ratio, kept, ends = delta(gap), [], []
+    log_ratio, size, kept, ends = delta(gap), _size(gap), [], []
     for index in gap.step_index.unique():  # one at a time: torch takes quantiles of 2^24 numbers at most
         here = gap.step_index == index
         values = log_ratio[here]
@@ -137,17 +112,12 @@ def outliers(gap: Terms, num_elements: int) -> tuple[float, float]:
             rollout_rs="step_z",
             rollout_rs_threshold=OUTLIER_Z,
             step_indices=rows[:, None],
-            num_elements=num_elements,
+            num_elements=size,
         ).keep
-        low, high = outlier_band(values, torch.ones_like(values), rows, 1, floor=0.01 / num_elements)
+        low, high = outlier_band(values, torch.ones_like(values), rows, 1, floor=0.01 / size)
         kept.append(keep.flatten())
         ends.append(torch.maximum(-low, high))
-    return fraction(~torch.cat(kept)), float(bounded(torch.stack(ends).amax()).expm1())
-
-
-def fraction(where: Tensor) -> float:
-    """Share of True in a bool tensor."""
-    return float(where.double().mean())
+    return float((~torch.cat(kept)).double().mean()), float(bounded(torch.stack(ends).amax()).expm1())
 
 
 def gap_chart(steps: Table, limit: float | Sequence[float] | None) -> Chart:
@@ -170,14 +140,14 @@ def _draw_gap(
     places = range(len(rows))
     lines = [
         (f"{level:.0%}", [row[name] for row in rows], PALETTE[0], "-")
-        for name, level in zip(_ABS_DELTA, QUANTILES, strict=True)
+        for name, level in zip(ABS_DELTA, QUANTILES, strict=True)
     ]
     lines.append(("needed", [row["clip_needed"] for row in rows], INK, "--"))
     if limit is not None:
         lines.append(("clip", [limit_at(limit, row["step_index"]) for row in rows], LIMIT, "-"))
     for _, values, colour, style in lines:
         axes.plot(places, values, f"o{style}", color=colour, clip_on=False)
-    if all(row[_ABS_DELTA[0]] > 0 for row in rows):
+    if all(row[ABS_DELTA[0]] > 0 for row in rows):
         axes.set_yscale("log")
     style_axis(axes.yaxis)
     names = [

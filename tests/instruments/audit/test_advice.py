@@ -6,39 +6,47 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from instruments.gaps import D
 
-from flowcorr.config import load, recipe_names
+from flowcorr.config import Config, load, recipe_names
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.instruments.audit import advice as rules
-from flowcorr.instruments.audit.advice import Facts, kind_of, limit_at, mode_of
+from flowcorr.instruments.audit.advice import kind_of, mode_of
+from flowcorr.instruments.audit.facts import NEGLIGIBLE_NATS, Facts
 from flowcorr.instruments.finding import as_overrides
-from flowcorr.losses import LOSSES, Limit, loss_of
+from flowcorr.instruments.gap_words import limit_at
+from flowcorr.instruments.setting import Setting
 from flowcorr.rollout.precision import LARGEST_DISTANCE
 
+SETTING = replace(
+    Setting.of(Config()),
+    actor=ActorConfig(clip_ratio=1e-3),
+    window_end=2,
+    correction=RolloutCorrectionConfig.bypass_pg_is(),  # which is never advised
+)
 FACTS = Facts(
+    setting=SETTING,
     num_steps=2,
     num_elements=D,
     joint_nats=0.05,
     exact_ess=math.exp(-0.1),
-    stale_nats=0.0,
-    clip_limit=1e-3,
     clip_by_step={0: 5e-4, 1: 2e-4},
-    window_end=2,
-    loss_mode="flow_grpo",
-    limit=Limit(key="clip_ratio"),
-    ratio_level="step",
-    densities=True,
     outliers=0.0,
     outlier_band=4e-3,
     recompute_share=0.1,
+    older_weights=False,
 )
 WIDE = {0: 5e-3, 1: 2e-4}
+
+
+def in_run(facts, *, actor=None, **changes):
+    """The same numbers in another run."""
+    setting = replace(facts.setting, **changes)
+    return replace(facts, setting=replace(setting, actor=replace(setting.actor, **(actor or {}))))
 
 
 def advise(facts):
@@ -61,10 +69,10 @@ def correction_of(advice):
 
 
 def test_no_gap_needs_no_correction():
-    advice = advise(replace(FACTS, joint_nats=rules.NEGLIGIBLE_NATS, outliers=0.01))
+    advice = advise(replace(FACTS, joint_nats=NEGLIGIBLE_NATS, outliers=0.01))
     assert (advice.kind, advice.mode, advice.alternative) == ("none", "bypass", "")
     assert correction_of(advice) == RolloutCorrectionConfig.bypass_ppo_clip()
-    assert advise(replace(FACTS, joint_nats=2 * rules.NEGLIGIBLE_NATS)).kind == "leave"
+    assert advise(replace(FACTS, joint_nats=2 * NEGLIGIBLE_NATS)).kind == "leave"
 
 
 def test_bypass_needs_headroom_in_the_clip_range():
@@ -79,7 +87,7 @@ def test_bypass_needs_headroom_in_the_clip_range():
 
 
 def test_a_quantized_trainer_is_named_as_the_source_and_bypass_is_left_to_each_runs_noise():
-    facts = replace(FACTS, quantization="nf4")
+    facts = in_run(FACTS, quantization="nf4")
     advice = advise(facts)
     assert "bypass_mode: auto" in advice.yaml
     large = advise(replace(facts, joint_nats=1.1 * LARGEST_DISTANCE**2 * D, clip_by_step={0: 5e-3, 1: 5e-3}))
@@ -101,7 +109,7 @@ LEVELS = {"step": "token_k1", "trajectory_mean": "seq_mean_k1", "trajectory_sum"
 @pytest.mark.parametrize(("level", "mode"), LEVELS.items())
 @pytest.mark.parametrize("outliers", [0.0, 0.01])
 def test_advice_loads_at_every_level_of_the_ratio(level, mode, outliers):
-    facts = replace(FACTS, ratio_level=level, outliers=outliers)
+    facts = in_run(replace(FACTS, outliers=outliers), actor={"ratio_level": level})
     noisy = replace(facts, clip_by_step={0: 5e-3, 1: 5e-3})
     for lines in (advise(facts).yaml, advise(noisy).yaml, advise(noisy).alternative):
         load("tiny_ocr_lora", [f"actor.ratio_level={level}", *shlex.split(as_overrides(lines))])
@@ -113,7 +121,7 @@ def test_advice_loads_at_every_level_of_the_ratio(level, mode, outliers):
 def test_log_probs_that_are_no_densities_are_not_weighed():
     facts = replace(FACTS, stale_nats=0.05)
     assert advise(facts).kind == "correct"
-    advice = advise(replace(facts, densities=False))
+    advice = advise(in_run(facts, densities=False))
     assert advice.kind == "leave"
     assert "log_ratio_scale" not in advice.yaml
 
@@ -129,7 +137,7 @@ def test_log_probs_that_are_no_densities_are_not_weighed():
     ],
 )
 def test_a_range_a_step_where_the_noise_differs(limit, needed, window_end, pasted):
-    facts = replace(FACTS, clip_limit=limit, clip_by_step=needed, window_end=window_end)
+    facts = in_run(replace(FACTS, clip_by_step=needed), actor={"clip_ratio": limit}, window_end=window_end)
     assert not facts.has_headroom
     lines = advise(facts).alternative
     assert yaml.safe_load(lines)["actor"] == {"clip_ratio": pasted}
@@ -143,18 +151,16 @@ def test_bypass_is_not_advised_with_older_weights():
     assert (advice.mode, advice.alternative) == ("decoupled", "")
 
 
-def test_headroom_is_judged_step_by_step():
-    needed = {0: 5e-3, 1: 2e-3}
-    assert replace(FACTS, clip_limit=(5e-3, 2e-3), clip_by_step=needed).has_headroom
-    assert not replace(FACTS, clip_limit=(1e-2, 1.9e-3), clip_by_step=needed).has_headroom
-
-
-def test_clip_range_is_four_times_the_noise():
-    distance = torch.linspace(0, 1, 101, dtype=torch.float64)
-    assert rules.clip_needed(distance) == pytest.approx(4 * 0.99)
+def test_ranges_are_rounded_up_to_two_digits():
     assert rules.round_up(0.00312) == 0.0032
     assert rules.round_up(0.003) == 0.003
     assert rules.round_up(0.0) == 0.0
+
+
+@pytest.mark.parametrize("known", [None, True, False])
+def test_weights_of_unknown_age_are_told_beside_bypass(known):
+    causes = [one.cause for one in rules.advise(replace(FACTS, older_weights=known), of_recipe=False)]
+    assert ("ages" in causes) == (known is None)
 
 
 def test_only_staleness_is_corrected_and_only_by_density_ratios():
@@ -206,9 +212,10 @@ def test_a_band_has_two_digits_and_no_ratio_below_0(width, band):
     [("flow_grpo", 1e-3), ("grpo_guard", 1e-3), ("flow_dppo", None), ("importance_cap", 0.5)],
 )
 def test_what_bounds_the_ratio(loss_mode, limit):
-    key = LOSSES[loss_mode].limit
-    assert LOSSES[loss_mode].ratio_limit(ActorConfig(importance_cap=1.5)) == limit
-    advice = advise(replace(FACTS, loss_mode=loss_mode, limit=key, clip_limit=limit, clip_by_step={0: 0.6}))
+    actor = {"loss_mode": loss_mode, "importance_cap": 1.5}
+    facts = in_run(replace(FACTS, clip_by_step={0: 0.6}), actor=actor)
+    assert facts.clip_limit == limit
+    advice = advise(facts)
     assert advice.mode == "decoupled"
     if loss_mode == "importance_cap":
         assert yaml.safe_load(advice.alternative)["actor"] == {"importance_cap": 1.6}
@@ -230,24 +237,18 @@ def test_advice_loads_on_top_of_the_recipe_that_it_is_for(
     recipe, nats, stale_share, clip_in_ranges, outliers, older_weights
 ):
     config = load(recipe)
-    loss = loss_of(config.actor, config.algorithm.rollout_correction)
-    limit = None if loss.limit is None else loss.limit.distance(config.actor)
-    first, end = config.sampling.sde_window_range
-    steps = list(range(first, end))[: len(clip_in_ranges)]
+    setting = replace(Setting.of(config), correction=SETTING.correction)
+    limit = replace(FACTS, setting=setting).clip_limit
+    steps = list(range(*config.sampling.sde_window_range))[: len(clip_in_ranges)]
     allowed = {step: limit_at(limit, step) if limit is not None else 1e-3 for step in steps}
     advice = advise(
         replace(
             FACTS,
+            setting=setting,
             joint_nats=nats,
             exact_ess=math.exp(-2 * nats),
             stale_nats=stale_share * nats,
-            clip_limit=limit,
             clip_by_step={step: clip_in_ranges[i] * allowed[step] for i, step in enumerate(steps)},
-            window_end=end,
-            loss_mode=config.actor.loss_mode,
-            limit=loss.limit,
-            ratio_level=config.actor.ratio_level,
-            densities=not config.sampling.cps_unscaled,
             outliers=outliers,
             older_weights=older_weights,
         )
@@ -271,30 +272,32 @@ IN_TURN = {
     "outliers in bypass": {"outliers": 0.01},
     "outliers": {"clip_by_step": WIDE, "outliers": 0.01},
     "staleness": {"stale_nats": 0.04},
+}
+RUNS = {
     "a quantized trainer": {"quantization": "nf4"},
-    "windows": {"ratio_level": "trajectory_mean"},
+    "windows": {"actor": {"ratio_level": "trajectory_mean"}},
 }
 
 
-@pytest.mark.parametrize("name", IN_TURN)
+@pytest.mark.parametrize("name", [*IN_TURN, *RUNS])
 def test_a_run_that_does_as_advised_is_told_to_change_nothing(name):
-    facts = replace(FACTS, **IN_TURN[name])
+    facts = in_run(replace(FACTS, **IN_TURN.get(name, {})), **RUNS.get(name, {}))
     first = advise(facts)
-    again = advise(replace(facts, correction=correction_of(first)))
+    again = advise(in_run(facts, correction=correction_of(first)))
     assert (again.yaml, again.kind, again.mode) == ("", first.kind, first.mode)
     assert "change nothing" in again.verdict
     others = [
         RolloutCorrectionConfig.from_preset(preset) for preset in ("decoupled_token_is", "bypass_pg_geo_rs")
     ]
-    for correction in [None, *others]:
-        assert advise(replace(facts, correction=correction)) == first
+    for correction in others:
+        assert advise(in_run(facts, correction=correction)) == first
 
 
 def test_a_trainer_in_the_advised_mode_is_told_to_change_nothing():
     for clips, mode in ((FACTS.clip_by_step, "bypass"), (WIDE, "decoupled")):
         facts = replace(FACTS, clip_by_step=clips)
         for bypass in (False, True):
-            running = replace(facts, correction=RolloutCorrectionConfig(bypass_mode=bypass))
+            running = in_run(facts, correction=RolloutCorrectionConfig(bypass_mode=bypass))
             first = rules.advise(running, of_recipe=False)[0]
             done = ("bypass" if bypass else "decoupled") == mode
             assert ("change nothing" in first.sentence, first.remedy) == (
@@ -305,6 +308,6 @@ def test_a_trainer_in_the_advised_mode_is_told_to_change_nothing():
 
 def test_a_gap_to_close_at_its_source_is_no_reason_to_change_nothing():
     facts = replace(FACTS, stale_nats=0.04, exact_ess=0.9 * rules.MIN_ESS, clip_by_step=WIDE)
-    again = advise(replace(facts, correction=correction_of(advise(facts))))
+    again = advise(in_run(facts, correction=correction_of(advise(facts))))
     assert (again.kind, again.yaml) == ("repair", "")
     assert "change nothing" not in again.verdict

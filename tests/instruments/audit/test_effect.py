@@ -37,7 +37,7 @@ def test_coefficients_are_the_gradient_of_the_mean_loss(preset, denominator):
     terms = terms_of()
     settings_of_run = Setting.of(config.load("tiny_jpeg_lora"))
     correction = RolloutCorrectionConfig.from_preset(preset, rollout_rs_denominator=denominator)
-    found = effect(stack([terms], settings_of_run), correction)
+    found = effect(stack({1: terms}, settings_of_run), correction)
     log_prob = terms.current_log_probs.clone().requires_grad_()
     expected = weights_of(terms, terms.old_log_probs, preset)
     loss = flow_grpo(
@@ -66,7 +66,7 @@ def test_coefficients_of_a_decoupled_term_by_hand():
         advantages=torch.tensor([1.0, -1.0, -2.0, 3.0], dtype=torch.float64),
     )
     settings_of_run = Setting.of(config.load("tiny_jpeg_lora", ["actor.clip_ratio=0.05"]))
-    found = effect(stack([terms], settings_of_run), RolloutCorrectionConfig.token_is())
+    found = effect(stack({1: terms}, settings_of_run), RolloutCorrectionConfig.token_is())
     weight = math.exp(0.5)
     expected = [0, weight * math.exp(0.1) / 4, 0, -3 * weight * math.exp(0.01) / 4]
     assert found.coefficients.flatten().tolist() == pytest.approx(expected, rel=1e-6)
@@ -79,7 +79,7 @@ def test_coefficients_of_bypass():
     log_prob = terms.current_log_probs.clone().requires_grad_()
     clipped = flow_grpo(log_prob, terms.rollout_log_probs, advantage, clip_ratio=1e-3, adv_clip_max=5.0)
     clipped.mean().backward()
-    found = effect(stack([terms], settings_of_run), RolloutCorrectionConfig.bypass_ppo_clip())
+    found = effect(stack({1: terms}, settings_of_run), RolloutCorrectionConfig.bypass_ppo_clip())
     torch.testing.assert_close(found.coefficients, log_prob.grad)
     log_prob.grad = None
     expected = weights_of(terms, terms.current_log_probs, "bypass_pg_geo_rs_seq_tis")
@@ -87,7 +87,7 @@ def test_coefficients_of_bypass():
         log_prob, advantage, adv_clip_max=5.0, weight=expected.weights, keep=expected.keep
     ).mean().backward()
     found = effect(
-        stack([terms], settings_of_run), RolloutCorrectionConfig.from_preset("bypass_pg_geo_rs_seq_tis")
+        stack({1: terms}, settings_of_run), RolloutCorrectionConfig.from_preset("bypass_pg_geo_rs_seq_tis")
     )
     assert 0 < expected.keep.double().mean() < 1
     torch.testing.assert_close(found.coefficients, log_prob.grad, rtol=1e-6, atol=0)
@@ -115,7 +115,7 @@ def test_losses_and_rejection_read_the_dumped_kls(loss_mode, bypass):
     settings_of_run = Setting.of(config.load("tiny_jpeg_lora", [f"actor.loss_mode={loss_mode}"]))
     bound = kl(mean if bypass else old_mean, rollout_mean).quantile(0.5).item()  # between two of the 24
     correction = RolloutCorrectionConfig(bypass_mode=bypass, rollout_rs="step_kl", rollout_rs_threshold=bound)
-    found = effect(stack([terms], settings_of_run), correction)
+    found = effect(stack({1: terms}, settings_of_run), correction)
     assert torch.equal(found.kept, kl(mean if bypass else old_mean, rollout_mean) <= bound)
     log_prob = terms.current_log_probs.clone().requires_grad_()
     shared = {
@@ -148,8 +148,8 @@ def test_no_correction_is_no_correction(samples, steps, seed, spoilt):
     if spoilt:
         terms.current_log_probs[0, 0] = math.nan
     settings_of_run = Setting.of(config.load("tiny_jpeg_lora"))
-    found = effect(stack([terms], settings_of_run), RolloutCorrectionConfig.disabled())
-    expected = effect(stack([terms], settings_of_run), OFF)
+    found = effect(stack({1: terms}, settings_of_run), RolloutCorrectionConfig.disabled())
+    expected = effect(stack({1: terms}, settings_of_run), OFF)
     assert torch.equal(found.coefficients, expected.coefficients)
     assert found.coefficients.isfinite().all()
     assert found.loss_sum == expected.loss_sum
@@ -168,7 +168,9 @@ def test_no_correction_is_no_correction(samples, steps, seed, spoilt):
 )
 def test_why_terms_cannot_be_replayed(overrides, terms, preset, reason):
     settings_of_run = Setting.of(config.load("tiny_jpeg_lora", overrides))
-    found = obstacle(stack([terms_of(**terms)], settings_of_run), RolloutCorrectionConfig.from_preset(preset))
+    found = obstacle(
+        stack({1: terms_of(**terms)}, settings_of_run), RolloutCorrectionConfig.from_preset(preset)
+    )
     assert (reason in found) if reason else (found == "")
 
 
@@ -183,11 +185,11 @@ def test_bands_in_bypass_mode_are_those_of_the_steps_before():
         gap = 1e-4 * torch.randn(64, 2, generator=draw) + 0.1 * faulty[:, None]
         steps.append(replace(terms, rollout_log_probs=terms.current_log_probs - gap))
     expected = [torch.ones(64, 2, dtype=torch.bool)] * 3 + [~faulty[:, None].expand(-1, 2)] * 2
-    found = effect(stack(steps, settings_of_run), correction)
+    found = effect(stack(dict(enumerate(steps)), settings_of_run), correction)
     assert torch.equal(found.kept, torch.cat(expected))
     bands = settings_of_run.bands()
     for step, keep in zip(steps, expected, strict=True):
-        assert torch.equal(effect(stack([step], settings_of_run), correction, bands).kept, keep)
+        assert torch.equal(effect(stack({1: step}, settings_of_run), correction, bands).kept, keep)
 
 
 def test_bands_are_measured_by_terms_that_were_scored_before_the_first_update():
@@ -204,9 +206,9 @@ def test_bands_are_measured_by_terms_that_were_scored_before_the_first_update():
         terms = replace(
             terms, bypass=True, rollout_log_probs=terms.current_log_probs - gap, before_update=before
         )
-        steps = stack([terms], settings_of_run, of_flowcorr=True)
+        steps = stack({1: terms}, settings_of_run, of_flowcorr=True)
         effect(steps, correction, found)
-        effect(stack([rows_of(terms, first)], settings_of_run), correction, expected)
+        effect(stack({1: rows_of(terms, first)}, settings_of_run), correction, expected)
     for mode, noise in found.noise.items():
         assert noise.spread[:2].isfinite().all()
         assert torch.equal(noise.spread[:2], expected.noise[mode].spread[:2])
@@ -230,9 +232,7 @@ def as_steps(terms, sizes=None):
     """Terms as training steps of the default loss, each sample a group of its own."""
     samples = len(terms.log_prob)
     setting = Setting.of(config.Config())
-    return Steps(
-        terms=terms, sizes=sizes or [samples], setting=setting, group_ids=torch.arange(samples), bypass=False
-    )
+    return Steps(terms=terms, sizes=sizes or {1: samples}, setting=setting, group_ids=torch.arange(samples))
 
 
 def test_terms_that_were_left_out_before_are_neither_judged_nor_rejected():
@@ -262,12 +262,12 @@ def test_a_correction_of_whole_steps_takes_them_one_by_one():
     correction = RolloutCorrectionConfig(
         rollout_is="token", rollout_is_threshold=2.0, rollout_is_batch_normalize=True
     )
-    found = effect(as_steps(both, sizes=[64, 64]), correction)
+    found = effect(as_steps(both, sizes={1: 64, 2: 64}), correction)
     for rows in (slice(0, 64), slice(64, 128)):
         assert float(found.weight[rows].mean()) == pytest.approx(1.0, rel=1e-6)
 
 
 def test_groups_of_two_steps_are_not_confused():
     parts = [terms_of(8, seed=1), replace(terms_of(8, seed=2), group_ids=torch.tensor([10**12, 7] * 4))]
-    groups = stack(parts, Setting.of(config.load("tiny_jpeg_lora"))).group_ids
+    groups = stack(dict(enumerate(parts)), Setting.of(config.load("tiny_jpeg_lora"))).group_ids
     assert groups.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, *[9, 8] * 4]

@@ -7,7 +7,8 @@ import torch
 from instruments.gaps import D, normal_gap
 
 from flowcorr.errors import BackendError
-from flowcorr.instruments.audit.gap import joint_nats, measure_gap
+from flowcorr.instruments.audit.gap import measure_gap
+from flowcorr.instruments.audit.tables import joint_nats
 from flowcorr.instruments.faults import delta
 
 
@@ -23,7 +24,7 @@ def test_unusable_rollouts(make_run):
 
 def test_the_exact_kl_of_a_window_is_the_sum_of_its_steps():
     gap = normal_gap(0.1, samples=8)
-    assert joint_nats(gap, D) == pytest.approx(2 * D * 0.1**2 / 2)
+    assert joint_nats(gap) == pytest.approx(2 * D * 0.1**2 / 2)
     torch.testing.assert_close(delta(gap), gap.old_log_prob)
 
 

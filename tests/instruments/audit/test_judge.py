@@ -1,14 +1,23 @@
 """The report on a gap."""
 
+from dataclasses import replace
+
 import pytest
 from instruments.gaps import D, normal_gap
 
 from flowcorr.config import load
+from flowcorr.instruments.audit.facts import Facts
 from flowcorr.instruments.audit.judge import report_of
 from flowcorr.instruments.finding import Finding
+from flowcorr.instruments.gap_table import Gap
 from flowcorr.instruments.setting import Setting
 
 SETTING = Setting.of(load("tiny_ocr_lora"))
+
+
+def report_on(terms, *, older_weights=None, faults=()):
+    gap = Gap.of(terms, SETTING)
+    return report_of("gap", gap, Facts.of(gap, older_weights=older_weights), faults=faults)
 
 
 def fault(cause):
@@ -16,7 +25,7 @@ def fault(cause):
 
 
 def test_the_numbers_and_the_advice_are_those_of_the_gap():
-    report = report_of("gap", SETTING, normal_gap(0.02), D)
+    report = report_on(normal_gap(0.02))
     assert report.fact("joint_nats") == pytest.approx(D * 0.02**2)
     assert (report.fact("mode"), report.level, report.findings[0].cause) == ("decoupled", "warning", "gap")
     assert report.verdict == report.findings[0].sentence
@@ -24,14 +33,14 @@ def test_the_numbers_and_the_advice_are_those_of_the_gap():
 
 
 def test_without_a_size_there_is_neither_advice_nor_scales():
-    report = report_of("gap", SETTING, normal_gap(0.02), None)
+    report = report_on(replace(normal_gap(0.02), num_elements=None))
     assert [finding.cause for finding in report.findings] == ["num_elements"]
     assert [table.name for table in report.tables] == ["steps"]
 
 
 @pytest.mark.parametrize(("cause", "hidden"), [("one_step", True), ("non_finite", False)])
 def test_a_fault_comes_first_and_may_hide_the_gap(cause, hidden):
-    report = report_of("gap", SETTING, normal_gap(0.02), D, faults=[fault(cause)])
+    report = report_on(normal_gap(0.02), faults=[fault(cause)])
     assert (report.verdict, report.findings[0].cause) == (f"{cause} is wrong", cause)
     assert ("gap" in [finding.cause for finding in report.findings]) != hidden
     assert (report.fact("mode") is None) == hidden
@@ -39,5 +48,5 @@ def test_a_fault_comes_first_and_may_hide_the_gap(cause, hidden):
 
 def test_older_weights_are_held_against_bypass():
     small = normal_gap(1e-6)
-    assert report_of("gap", SETTING, small, D).fact("mode") == "bypass"
-    assert report_of("gap", SETTING, small, D, faults=[fault("stale")]).fact("mode") == "decoupled"
+    assert report_on(small).fact("mode") == "bypass"
+    assert report_on(small, older_weights=True).fact("mode") == "decoupled"

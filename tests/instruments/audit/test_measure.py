@@ -8,6 +8,7 @@ import yaml
 from flowcorr.errors import BackendError, ConfigError
 from flowcorr.instruments.audit import advice as rules
 from flowcorr.instruments.audit import audit, measure
+from flowcorr.instruments.audit.facts import NEGLIGIBLE_NATS
 from flowcorr.instruments.audit.measure import Cost
 
 
@@ -95,7 +96,7 @@ def test_staleness_is_measured_after_something_was_learned(small):
     report = audit(config, num_batches=1)
     assert report.fact("precision_nats") < 1e-8
     assert report.fact("stale_nats") == pytest.approx(report.fact("joint_nats"), rel=1e-3)
-    assert report.fact("joint_nats") > rules.NEGLIGIBLE_NATS
+    assert report.fact("joint_nats") > NEGLIGIBLE_NATS
     assert kind_in(report) == "correct"
     assert report.fact("num_samples") == 8
 
@@ -108,7 +109,7 @@ def test_the_engine_and_staleness_are_told_apart(small):
     assert both.fact("precision_nats") == pytest.approx(
         int4.fact("precision_nats"), rel=0.5
     )  # other weights, other prompts
-    assert rules.NEGLIGIBLE_NATS < both.fact("stale_nats") < both.fact("precision_nats") / 2
+    assert NEGLIGIBLE_NATS < both.fact("stale_nats") < both.fact("precision_nats") / 2
     assert kind_in(both) == kind_in(int4)
     sides = [
         math.sqrt(nats)

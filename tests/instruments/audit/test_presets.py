@@ -127,10 +127,10 @@ def test_a_run_that_chooses_its_mode(tmp_path):
     found = by_name(report)
     own = found[THIS_RUN]
     assert own.of_run
-    assert own.cosines == pytest.approx([1, 1])
-    assert found["disabled"].cosines == [None, pytest.approx(1)]
-    assert found["bypass_ppo_clip"].cosines[0] == pytest.approx(1)
-    assert found["bypass_ppo_clip"].cosines[1] < 0.99
+    assert own.cosines == pytest.approx({1: 1, 2: 1})
+    assert found["disabled"].cosines == pytest.approx({2: 1})
+    assert found["bypass_ppo_clip"].cosines[1] == pytest.approx(1)
+    assert found["bypass_ppo_clip"].cosines[2] < 0.99
     losses = [
         record["actor/loss"]
         for record in read_metrics(tmp_path / "run/metrics.jsonl")
@@ -144,8 +144,8 @@ def test_modes_may_take_turns_under_any_correction(tmp_path):
     own = (f"{CORRECTION}.preset=decoupled_token_is", f"{CORRECTION}.bypass_mode=auto")
     run_dir = write_run(tmp_path / "run", parts, *own, "actor.loss_mode=grpo_guard")
     found = by_name(replay_run(run_dir))
-    assert found[THIS_RUN].cosines == pytest.approx([1, 1, 1], abs=1e-5)
-    assert found["decoupled_token_is"].cosines == [None, pytest.approx(1, abs=1e-5), None]
+    assert found[THIS_RUN].cosines == pytest.approx({1: 1, 2: 1, 3: 1}, abs=1e-5)
+    assert found["decoupled_token_is"].cosines == pytest.approx({2: 1}, abs=1e-5)
 
 
 # Many steps ------------------------------------------------------------------------------------------------------
@@ -164,8 +164,8 @@ def test_steps_may_be_stacked(tmp_path):
     )
     parts = [terms_of(samples, seed=samples, shift=samples / 8) for samples in (8, 16, 12)]
     run = read_dumped(write_run(tmp_path / "run", parts, *own))
-    assert [steps.sizes for steps in steps_of(run)] == [[8, 16, 12]]
-    alone = [stack([run.load(step)], run.setting, of_flowcorr=True) for step in run.files]
+    assert [steps.sizes for steps in steps_of(run)] == [{1: 8, 2: 16, 3: 12}]
+    alone = [stack({step: run.load(step)}, run.setting, of_flowcorr=True) for step in run.files]
     whole, expected = (by_name(compare(steps, run.setting.correction)) for steps in (steps_of(run), alone))
     assert whole.keys() == expected.keys()
     for name, found in whole.items():
@@ -186,7 +186,7 @@ def test_pooled_numbers_are_over_all_steps(tmp_path):
         assert found.numbers["rejected_terms"] == pytest.approx(
             (one.numbers["rejected_terms"] + other.numbers["rejected_terms"]) / 2
         )
-        assert found.cosines == pytest.approx([one.numbers["cosine"], other.numbers["cosine"]])
+        assert found.cosines == pytest.approx({1: one.numbers["cosine"], 2: other.numbers["cosine"]})
         assert found.numbers["least_cosine"] == pytest.approx(
             min(one.numbers["cosine"], other.numbers["cosine"])
         )
@@ -281,10 +281,8 @@ def test_rows_that_change_nothing_are_idle_and_turned_ones_have_a_line(tmp_path)
     assert [name.split()[0] for name, mark in marks.items() if mark == "this"] == ["decoupled_seq_is"]
     assert marks["disabled"] == "idle"
     assert marks["decoupled_geo_rs"] == ""
-    charts = preset_charts(replays, [1, 2])
+    charts = preset_charts(replays)
     labels = [label.get_text() for label in drawn(charts["presets_direction"]).get_yticklabels()]
     assert labels == [row[0] for row in table.rows]
     assert list(drawn(charts["presets_over_training"]).lines[0].get_xdata()) == [1, 2]
-    assert "presets_over_training" not in preset_charts(
-        replay_run(write_run(tmp_path / "one", parts[:1])), [1]
-    )
+    assert "presets_over_training" not in preset_charts(replay_run(write_run(tmp_path / "one", parts[:1])))

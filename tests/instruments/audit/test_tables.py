@@ -12,27 +12,27 @@ from flowcorr.algorithm.bands import WARM_UP
 from flowcorr.config import Config
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import PRESETS
-from flowcorr.instruments.audit.gap import joint_nats
 from flowcorr.instruments.audit.measure import as_steps
 from flowcorr.instruments.audit.presets import compare
-from flowcorr.instruments.audit.tables import gap_chart, outliers, scale_table, step_table
-from flowcorr.instruments.clip_noise import StartRatios
+from flowcorr.instruments.audit.tables import exact_ess, gap_chart, joint_nats, outliers, scale_table
 from flowcorr.instruments.faults import delta
+from flowcorr.instruments.gap_table import Gap, step_table
 from flowcorr.instruments.setting import Setting
 from flowcorr.records import Terms
 
 
 def worth_of(gap):
     """The rows of the table of scales, by scale and level."""
-    return {(row["scale"], row["level"]): row for row in scale_table(gap, D).records()}
+    return {(row["scale"], row["level"]): row for row in scale_table(gap).records()}
 
 
 def test_scales_agree_with_the_exact_kl():
     gap = normal_gap(0.01)
-    joint = joint_nats(gap, D)
+    joint = joint_nats(gap)
     assert joint == pytest.approx(2 * D * 0.01**2 / 2)
     worth = worth_of(gap)
     assert worth["sum", "sequence"]["expected_ess"] == pytest.approx(math.exp(-2 * D * 0.01**2))
+    assert worth["sum", "sequence"]["expected_ess"] == exact_ess(gap)
     assert worth["sum", "token"]["expected_ess"] == pytest.approx(math.exp(-D * 0.01**2))
     assert worth["sqrt", "sequence"]["expected_ess"] == pytest.approx(math.exp(-2 * 0.01**2))
     for row in worth.values():
@@ -56,7 +56,7 @@ def test_a_share_is_expected_of_all_gaps_not_of_the_mean_one():
     assert share["sum", "sequence"] == pytest.approx(
         3 / (2 * math.exp(2 * squares[0]) + math.exp(2 * squares[1]))
     )
-    assert share["sum", "sequence"] < math.exp(-2 * joint_nats(gap, D)) / 3
+    assert share["sum", "sequence"] < math.exp(-2 * joint_nats(gap)) / 3
 
 
 def test_weights_that_overflow_have_no_chi2():
@@ -87,11 +87,11 @@ def test_presets_reject_what_lies_beyond_their_bands():
 
 def test_outliers_stand_out_of_the_noise():
     gap = normal_gap(0.03)
-    share, band = outliers(gap, D)
+    share, band = outliers(gap)
     assert share == 0
     assert band > float(delta(gap).expm1().abs().max())
     gap.old_log_prob[:40, 0] = 0.05
-    share, spared = outliers(gap, D)
+    share, spared = outliers(gap)
     assert share == pytest.approx(40 / delta(gap).numel())
     assert spared == pytest.approx(band, rel=0.05)
 
@@ -107,13 +107,13 @@ def test_measured_bands_are_those_after_training_steps_like_this_one():
 def outcomes(gap):
     """What each preset makes of a gap."""
     setting = Setting.of(Config())
-    found = compare([as_steps(gap, D, setting)], setting.correction, warm_up=WARM_UP)
+    found = compare([as_steps(Gap.of(gap, setting))], setting.correction, warm_up=WARM_UP)
     return {one.name: one.numbers for one in found}
 
 
 def test_the_chart_shows_the_gap_beside_the_clip_range():
     gap = normal_gap(0.03)
-    steps = step_table(gap, StartRatios.of(gap, ActorConfig(clip_ratio=1e-3)), 512)
+    steps = step_table(Gap.of(gap, replace(Setting.of(Config()), actor=ActorConfig(clip_ratio=1e-3))))
     axes = drawn(gap_chart(steps, 1e-3))
     assert axes.get_yscale() == "log"
     assert [text.get_text() for text in axes.texts] == ["50%", "90%", "99%", "needed", "clip"]

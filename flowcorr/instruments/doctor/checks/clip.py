@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from flowcorr.instruments.clip_noise import QUANTILES, clip_key, clip_text, ratio_distance
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import judged, passed
-from flowcorr.instruments.finding import Column, Finding, Table
-from flowcorr.instruments.gap_words import two_digits
-from flowcorr.losses import clip_by_term, loss_of, resolve_loss
+from flowcorr.instruments.finding import Finding, Table
+from flowcorr.instruments.gap_table import Gap, step_table
+from flowcorr.instruments.gap_words import clip_key, clip_text
+from flowcorr.instruments.setting import Setting
+from flowcorr.losses import loss_of
+from flowcorr.records import Terms
 
 CLIP_SHARE = 0.1
 
@@ -28,7 +30,8 @@ def check_clip(exam: Exam) -> Finding:
         )
     if loss_of(config.actor, correction).ratio_limit(config.actor) is None:
         return passed("the loss does not clip")
-    share = float(outside_clip(exam).double().mean())
+    share = _gap(exam).outside()
+    assert share is not None, "the loss has a limit"
     key, _, value = clip_key(config.actor).partition("=")
     message = f"{100 * share:.0f} % of terms lie outside {key}={value} before any update"
     remedy = f"widen {key}, or train decoupled"
@@ -36,54 +39,27 @@ def check_clip(exam: Exam) -> Finding:
     return judged(share, CLIP_SHARE, message, message, remedy, fails_above=1.0, **range_)
 
 
-def outside_clip(exam: Exam) -> Tensor:
-    """Terms `[B, T]` whose ratio is outside the clip range before any update."""
+def _gap(exam: Exam) -> Gap:
+    """The gap under the current weights, before anything was learned."""
     trial = exam.trials.base
-    step_indices, actor = trial.rollout.window.step_indices, exam.config.actor
-    limit = resolve_loss(actor).ratio_limit(actor)
-    if limit is None:
-        return torch.zeros_like(step_indices, dtype=torch.bool)
-    delta = (trial.log_probs - trial.rollout.log_probs).double()
-    step_kl = trial.squared_distance().double() / 2
-    distance = ratio_distance(delta, step_kl, trial.stds.double(), actor)
-    return distance > clip_by_term(limit, step_indices)
+    rollout = trial.rollout
+    terms = Terms(
+        log_prob=trial.log_probs,
+        old_log_prob=trial.log_probs,
+        rollout_log_prob=rollout.log_probs,
+        advantage=torch.zeros_like(trial.log_probs),
+        std=trial.stds.double(),
+        step=rollout.window.step_sizes,
+        step_index=rollout.window.step_indices,
+        sigma=rollout.window.sigmas,
+        old_rollout_kl=trial.squared_distance().double() / 2,
+        num_elements=rollout.num_elements,
+    )
+    return Gap.of(terms, Setting.of(exam.config))
 
 
 def noise_floor(exam: Exam) -> Table:
-    """The gap by step index, under the current weights: nats per latent element, before anything was learned."""
-    trial = exam.trials.base
-    rollout = trial.rollout
-    delta = (trial.log_probs - rollout.log_probs).double().abs()
-    squared, outside = trial.squared_distance(), outside_clip(exam)
-    rows = []
-    for index in rollout.window.step_indices.unique().tolist():
-        here = rollout.window.step_indices == index
-        rows.append(
-            (
-                index,
-                float(rollout.window.sigmas[here][0]),
-                *torch.quantile(delta[here], delta.new_tensor(QUANTILES)).tolist(),
-                float(squared[here].mean() / 2),
-                float(outside[here].double().mean()),
-            )
-        )
-    tiny = "{:.1e}".format
-    return Table(
-        name="noise_floor",
-        title="noise floor before any update",
-        columns=(
-            Column(name="step_index", heading="step"),
-            Column(name="sigma", show="{:.3f}".format),
-            *(
-                Column(name=f"abs_delta_{quantile:g}", heading=f"|delta| {quantile:.0%}", show=tiny)
-                for quantile in QUANTILES
-            ),
-            Column(
-                name="exact_kl", heading="joint nats", show=lambda kl: two_digits(rollout.num_elements * kl)
-            ),
-            Column(name="outside_clip", heading="outside clip", show="{:.0%}".format),
-        ),
-        rows=rows,
-        note="|delta log p| in nats a latent element, joint nats of a step; "
-        f"D = {rollout.num_elements}, clip range {clip_text(exam.config.actor.clip_ratio)}",
-    )
+    """The gap by step index, under the current weights and before any update."""
+    table, clip = step_table(_gap(exam)), clip_text(exam.config.actor.clip_ratio)
+    note = f"{table.note}; D = {exam.trials.base.rollout.num_elements}, clip range {clip}"
+    return replace(table, name="noise_floor", title="noise floor before any update", note=note)
