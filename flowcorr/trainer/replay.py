@@ -63,7 +63,7 @@ class ImageGaps:
             the way from it; `between` is 0 for a window of one step.
         decode: mean absolute difference of the pixels, in grey levels of 255; infinite where the training stack's own
             pixels are not finite.
-        residuals: `[1]` or `[1, C]`, by name of a row of `RESIDUALS`.
+        residuals: `[1]` or `[1, C]`, by name, one of `RESIDUALS`.
     """
 
     window: float

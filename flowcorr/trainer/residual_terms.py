@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from flowcorr.metrics import Metrics, Stat, maximum
-from flowcorr.trainer.residuals import PREFIX, RESIDUALS, UNSEEN
+
+PREFIX = "rollout_corr/residual/"
+UNSEEN = "/unseen"
+RESIDUALS = (
+    *("step_noise", "step_noise_rounding", "velocity_length", "velocity_common", "path_before", "path_after"),
+    *("image_error", "image_level", "image_contrast", "image_detail", "image_channels"),
+)
+"""Their names; the row of each metric says what it is, and which size rounding explains."""
+SQUARED = ("velocity_common",)
+"""Residuals of which terms are squares of the size."""
 
 ALPHA = 1e-3  # chance of a false alarm of one residual, in a run of any length
 _PRIOR = 100.0  # variance of the effect sizes (mean over std) that the mixture of `radius` is made for
@@ -42,7 +51,7 @@ def terms(name: str, values: Tensor) -> Metrics:
     """A training step's terms of a residual; those that are not finite are left out.
 
     Args:
-        name: of a row of `RESIDUALS`.
+        name: one of `RESIDUALS`.
         values: `[G]` or `[G, C]`, one term a prompt, of `C` channels.
     """
     values = values.double().flatten(1) if values.dim() > 1 else values.double().unsqueeze(1)
@@ -101,25 +110,25 @@ class Residuals:
         new = metrics.renamed(lambda name: name if name.startswith(_TERMS) else None)
         self._terms = self._terms.merge(new).on_host()
         stats: dict[str, Stat] = {}
-        for row in RESIDUALS:
-            parts = self._terms.parts(f"{_TERMS}{row.name}/{{}}")
+        for name in RESIDUALS:
+            parts = self._terms.parts(f"{_TERMS}{name}/{{}}")
             if not parts:
                 continue
             count, mean, squares = torch.tensor(parts, dtype=torch.float64).unbind(1)
             std = (squares / (count - 1).clamp(min=1)).sqrt()
             around = radius(float(count[0]), std, ALPHA / len(parts))
-            size = mean if row.squared else mean.abs()
+            size = mean if name in SQUARED else mean.abs()
             least, most = (size - around).clamp(min=0).max(), (size + around).clamp(min=0).max()
-            if row.squared:
+            if name in SQUARED:
                 least, most = least.sqrt(), most.sqrt()
-            stats[f"{PREFIX}{row.name}"] = maximum(least)
+            stats[f"{PREFIX}{name}"] = maximum(least)
             if math.isfinite(most):
-                stats[f"{PREFIX}{row.name}{UNSEEN}"] = maximum(most)
+                stats[f"{PREFIX}{name}{UNSEEN}"] = maximum(most)
         return Metrics.from_stats(stats)
 
     def state(self) -> dict[str, Tensor]:
         """The state for a checkpoint."""
-        names = [f"{_TERMS}{row.name}/{{}}" for row in RESIDUALS]
+        names = [f"{_TERMS}{name}/{{}}" for name in RESIDUALS]
         parts = {name: self._terms.parts(name) for name in names}
         return {name: torch.tensor(rows, dtype=torch.float64) for name, rows in parts.items() if rows}
 

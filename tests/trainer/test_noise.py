@@ -9,7 +9,7 @@ import torch
 from flowcorr import sde
 from flowcorr.instruments.metrics.rule import Units
 from flowcorr.trainer.noise import FirstScores, NoiseMeter, WindowResiduals, scored_by_sampler
-from flowcorr.trainer.residuals import RESIDUALS
+from flowcorr.trainer.residual_terms import RESIDUALS
 from tests.judging import examine_step
 
 STEP = 1
@@ -211,7 +211,7 @@ def residual_terms(run, change=None, *, size=slice(None), **which):
     for rows in parts:
         residuals.add(rollout.select(rows), scores.select(rows))
     metrics = residuals.metrics()
-    names = {residual.name: metrics.parts(f"residual_terms/{residual.name}/{{}}") for residual in RESIDUALS}
+    names = {name: metrics.parts(f"residual_terms/{name}/{{}}") for name in RESIDUALS}
     return {name: [mean for _, mean, _ in parts] for name, parts in names.items() if parts}
 
 

@@ -18,7 +18,7 @@ from flowcorr.records import Prompt
 from flowcorr.rewards import build_reward
 from flowcorr.trainer.collect import collect, score
 from flowcorr.trainer.replay import measure_replay, replays
-from flowcorr.trainer.residuals import RESIDUALS
+from flowcorr.trainer.residual_terms import RESIDUALS
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.step import train_step
 from tests.conftest import small_config, start_run
@@ -443,5 +443,5 @@ def test_a_run_in_bfloat16_with_guidance_names_a_fault_within_four_steps(fault, 
         named |= {finding.cause for finding in monitor.update(metrics)}
         if rule in named:
             break
-    found = named & {residual.name for residual in RESIDUALS}
+    found = named & set(RESIDUALS)
     assert rule in found if rule else not found

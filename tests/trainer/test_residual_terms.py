@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from flowcorr.metrics import Metrics
-from flowcorr.trainer.residual_terms import ALPHA, Residuals, in_common, radius, share, terms
-from flowcorr.trainer.residuals import PREFIX, UNSEEN
+from flowcorr.trainer.residual_terms import ALPHA, PREFIX, UNSEEN, Residuals, in_common, radius, share, terms
 
 NAME = "step_noise"
 

@@ -6,10 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from flowcorr.instruments.metrics.metric import NATS, Drawn, Metric, row, under
-from flowcorr.instruments.metrics.rule import DOCTOR, ERRORS, PERSISTENT, Limit, Rule, Units
-from flowcorr.rollout.precision import image_limit_of
-from flowcorr.trainer.residuals import RESIDUALS, Residual
+from flowcorr.instruments.metrics.metric import NATS, Drawn, row, under
+from flowcorr.instruments.metrics.of_residuals import RESIDUALS, image_limit
+from flowcorr.instruments.metrics.rule import DOCTOR, ERRORS, PERSISTENT, Rule, Units
 
 # In clean runs (bf16, fp8, int8, int4, guidance) this error is at most 1.8 times that of the window.
 _OUTSIDE_WINDOW = 4.0
@@ -39,25 +38,6 @@ def _clips_nothing(units: Units) -> str:
 def _clip_and_gap(units: Units, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
     gap = metrics.get("rollout_corr/logprob_abs_diff_mean")
     return {"clip range": units.clip_range, f"mean |delta log p| ({NATS})": gap}
-
-
-def _of_rounding(residual: Residual) -> Limit:
-    """The largest size of a residual that rounding explains in the run; none of another trainer's."""
-    return lambda units: math.inf if units.config is None else residual.limit(units.config, units.usual_gap)
-
-
-def _row_of(residual: Residual) -> Metric:
-    return row(
-        f"residual/{residual.name}",
-        f"Over the run so far, {residual.what}: the size that chance does not explain; 0 for rounding.",
-        residual.unit,
-        rule=Rule(
-            name=residual.name,
-            what=f"{residual.what}, beyond chance,",
-            high=_of_rounding(residual),
-            advice=residual.remedy,
-        ),
-    )
 
 
 DRIFT = under(
@@ -266,7 +246,7 @@ DRIFT = under(
         rule=Rule(
             name="replay_decode",
             what="difference of an image from the trainer's decoding of its latents, in grey levels of 255,",
-            high=lambda units: math.inf if units.config is None else image_limit_of(units.config),
+            high=image_limit,
             advice="the engine's decoder is not the trainer's, or images and latents of different samples are paired: "
             "compare the VAEs, their scaling and shift, and the order of images in a batch; where the difference is "
             "infinite, the trainer's own decoder gives pixels that are not finite: check the files of its VAE, and "
@@ -288,7 +268,7 @@ DRIFT = under(
             "its scores are not repeatable, such as those of a judge that samples its answers",
         ),
     ),
-    *map(_row_of, RESIDUALS),
+    *RESIDUALS,
     row(
         "residual/<name>/unseen",
         "The largest fault of this kind that could still hide among the residuals so far; nothing smaller is known to "

@@ -6,22 +6,25 @@ import pytest
 
 from flowcorr.instruments.metrics.table import find_metric
 from flowcorr.instruments.rules import units_of
-from flowcorr.rollout.precision import usual_gap
-from flowcorr.trainer.residuals import PREFIX, RESIDUALS, UNSEEN
+from flowcorr.trainer.residual_terms import PREFIX, RESIDUALS, UNSEEN
 from tests.judging import examine_step
+
+
+def limits(config):
+    """The limit of each residual in a run."""
+    units = units_of(config, {})
+    return {name: find_metric(PREFIX + name).rule.limits(units)[1] for name in RESIDUALS}
 
 
 def test_each_residual_is_explained_and_judged(make_config):
     units = units_of(make_config(), {})
-    for residual in RESIDUALS:
-        metric = find_metric(PREFIX + residual.name)
-        assert metric.unit == residual.unit
-        assert find_metric(PREFIX + residual.name + UNSEEN).rule is None
-        limit = residual.limit(make_config(), units.usual_gap)
-        assert metric.rule.limits(units) == (-math.inf, limit)
-        assert examine_step({metric.name: limit}, units) == []
-        (finding,) = examine_step({metric.name: 2 * limit}, units)
-        assert (finding.cause, finding.numbers["limit"]) == (residual.name, limit)
+    for name, limit in limits(make_config()).items():
+        metric = PREFIX + name
+        assert find_metric(metric + UNSEEN).rule is None
+        assert 0 < limit < math.inf
+        assert examine_step({metric: limit}, units) == []
+        (finding,) = examine_step({metric: 2 * limit}, units)
+        assert (finding.cause, finding.numbers["limit"]) == (name, limit)
 
 
 @pytest.mark.parametrize(
@@ -37,13 +40,10 @@ def test_each_residual_is_explained_and_judged(make_config):
         ),
         (
             {"model": {"dtype": "bfloat16"}, "rollout": {"name": "vllm_omni", "dtype": "float32"}},
-            {residual.name for residual in RESIDUALS} - {"step_noise", "step_noise_rounding"},
+            set(RESIDUALS) - {"step_noise", "step_noise_rounding"},
         ),
     ],
 )
 def test_limits_grow_with_the_rounding_of_a_run(changes, larger, make_config):
-    before, after = (
-        {residual.name: residual.limit(config, usual_gap(config)) for residual in RESIDUALS}
-        for config in (make_config(), make_config(**changes))
-    )
+    before, after = limits(make_config()), limits(make_config(**changes))
     assert {name for name, limit in after.items() if limit > before[name]} == larger
