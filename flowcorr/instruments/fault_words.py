@@ -18,40 +18,34 @@ class Fault:
 
     meaning: str
     hides: tuple[str, ...] = ()
-    hides_advice: bool = False
+    hides_advice: bool = True
 
 
 FAULTS: Mapping[str, Fault] = {
-    "non_finite": Fault(meaning="Log-probs of the engine or the trainer are not finite."),
+    "non_finite": Fault(meaning="Log-probs of the engine or the trainer are not finite.", hides_advice=False),
     "summed": Fault(
         meaning="Log-probs are sums over the latent, where means are expected.",
         hides=("other_std",),
-        hides_advice=True,
     ),
     "other_order": Fault(
         meaning="The trainer's log-probs are those of the engine in another order of samples or steps.",
         hides=("other_std",),
-        hides_advice=True,
     ),
     "one_step": Fault(
         meaning="The gap lies in one step of the schedule alone, nearly the same in all samples.",
         hides=("shared_shift", "other_std"),
-        hides_advice=True,
     ),
     "shared_shift": Fault(
         meaning="A shift of log-probs that no two densities have: with `p` the sampler's, `E[log q - log p] <= 0` "
         "(Jensen).",
         hides=("other_std",),
-        hides_advice=True,
     ),
     "other_std": Fault(
-        meaning="The steps of trainer and engine have different stds: by another noise level, sde_type or schedule.",
-        hides_advice=True,
+        meaning="The steps of trainer and engine have different stds: by another noise level, sde_type or schedule."
     ),
     "few_samples": Fault(
-        meaning="The gap of a few samples is far from that of the others; rounding affects all samples alike.",
-        hides_advice=True,
+        meaning="The gap of a few samples is far from that of the others; rounding affects all samples alike."
     ),
-    "stale": Fault(meaning="The weights that sampled were older than the trainer's."),
+    "stale": Fault(meaning="The weights that sampled were older than the trainer's.", hides_advice=False),
 }
-"""By cause, in the order of `faults.RULES`."""
+"""By cause, in the order of `faults.FINDERS`."""

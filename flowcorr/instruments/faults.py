@@ -44,7 +44,7 @@ _CHANCE = 6.0
 _LEAST_SLOPE = 1e-3
 _OF_ONE_STEP = 2.0  # times the variance of a log-prob of standard normal noise
 Ages = Mapping[int, Tensor]
-Rule = Callable[[Mapping[int, Terms], Ages], Finding | None]
+Finder = Callable[[Mapping[int, Terms], Ages], Finding | None]
 _SIDES = {"the engine's": "rollout_log_prob", "the trainer's": "old_log_prob"}
 
 
@@ -78,7 +78,7 @@ def diagnose(gaps: Mapping[int, Terms], ages: Mapping[int, Tensor] | None = None
     """
     trained = trained_columns(list(gaps.values()))
     gaps = {step: gap.select((slice(None), trained)) for step, gap in gaps.items()}
-    found = [finding for rule in RULES.values() if (finding := rule(gaps, ages or {})) is not None]
+    found = [finding for find in FINDERS if (finding := find(gaps, ages or {})) is not None]
     hidden = {name for finding in found for name in FAULTS[finding.cause].hides}
     return [finding for finding in found if finding.cause not in hidden]
 
@@ -374,17 +374,17 @@ def _stale(_: Mapping[int, Terms], ages: Ages) -> Finding | None:
     )
 
 
-RULES: Mapping[str, Rule] = {
-    "non_finite": _non_finite,
-    "summed": _summed,
-    "other_order": _other_order,
-    "one_step": _one_step,
-    "shared_shift": _shared_shift,
-    "other_std": _other_std,
-    "few_samples": _few_samples,
-    "stale": _stale,
-}
-"""By cause, the one that hides the others first; `FAULTS` says what each means."""
+FINDERS: Sequence[Finder] = (
+    _non_finite,
+    _summed,
+    _other_order,
+    _one_step,
+    _shared_shift,
+    _other_std,
+    _few_samples,
+    _stale,
+)
+"""The one that hides the others first; `FAULTS` says what each finds."""
 
 
 def _named(noun: str, numbers: Sequence[int]) -> str:
