@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowcorr.instruments.metrics.of_run import RUN
-from flowcorr.instruments.metrics.rule import Broken, Rule
+from flowcorr.instruments.metrics.rule import BrokenRule, Rule
 
 PREFIX = "reward/image/"
 _METRICS = [row.name for row in RUN if row.name.startswith(PREFIX)]
@@ -52,7 +52,7 @@ class DriftDetector:
     def __init__(self) -> None:
         self._start: Mapping[str, Any] | None = None
 
-    def update(self, metrics: Mapping[str, Any]) -> list[Broken]:
+    def update(self, metrics: Mapping[str, Any]) -> list[BrokenRule]:
         """The statistic that drifted furthest, where the reward rose and it changed by more than its limit."""
         start = self._start = metrics if self._start is None else self._start
         drift = largest_drift(metrics, start)

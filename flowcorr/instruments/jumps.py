@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from flowcorr.correction.modes import MAD_TO_STD, OUTLIER_Z
-from flowcorr.instruments.metrics.rule import DOCTOR, Broken, Rule
+from flowcorr.instruments.metrics.rule import DOCTOR, BrokenRule, Rule
 from flowcorr.rollout.precision import NO_GAP
 
 # Each measure, with the value up to which float32 explains it.
@@ -42,7 +42,7 @@ class JumpDetector:
     def __init__(self) -> None:
         self._earlier: dict[tuple[str, float], deque[float]] = {}
 
-    def update(self, metrics: Mapping[str, Any]) -> list[Broken]:
+    def update(self, metrics: Mapping[str, Any]) -> list[BrokenRule]:
         """The measure that jumps furthest beyond its limit in this step, if any does.
 
         The limit is six robust deviations above the median of the earlier steps, on a logarithmic scale.
@@ -64,7 +64,7 @@ class JumpDetector:
             earlier.append(level)
         return [max(jumps, key=lambda jump: jump[0])[1]] if jumps else []
 
-    def _broken(self, metric: str, value: float, limit: float, usual: float, steps: int) -> Broken:
+    def _broken(self, metric: str, value: float, limit: float, usual: float, steps: int) -> BrokenRule:
         numbers = {"metric": metric, "value": value, "limit": math.exp(limit)}
         return RULE.broken(
             f"{RULE.what} jumped out of its spread in the steps before",

@@ -21,7 +21,7 @@ from typing import Any
 
 from flowcorr.correction.modes import OUTLIER_Z
 from flowcorr.instruments.finding import Column, Table
-from flowcorr.instruments.metrics.rule import Broken, Rule
+from flowcorr.instruments.metrics.rule import BrokenRule, Rule
 from flowcorr.trainer.events import EVENTS_FILE, read_events
 
 WINDOW = 8  # training steps that are looked at together
@@ -54,7 +54,7 @@ class ReplicaMonitor:
         # By worker, the logarithm of its gap beside the median of the others', of the last training steps.
         self._distances: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=EARLIER))
 
-    def update(self, metrics: Mapping[str, Any]) -> list[Broken]:
+    def update(self, metrics: Mapping[str, Any]) -> list[BrokenRule]:
         """The workers that are at fault after this training step: their gap beside that of the others."""
         gaps = {
             int(match[1]): math.log(value + _ROUNDING)
@@ -77,7 +77,7 @@ class ReplicaMonitor:
                 found.append(self._odd(worker, math.exp(fmean(distances)), math.exp(limit)))
         return found
 
-    def _odd(self, worker: int, factor: float, limit: float) -> Broken:
+    def _odd(self, worker: int, factor: float, limit: float) -> BrokenRule:
         known = worker in self._places
         place = f" ({self._places[worker]})" if known else ""
         numbers = {"metric": _METRIC.format(worker), "value": factor, "limit": limit, "worker": worker}

@@ -14,7 +14,7 @@ from flowcorr.instruments.gap_size import num_terms
 from flowcorr.instruments.gap_words import clip_key
 from flowcorr.instruments.image_drift import DriftDetector
 from flowcorr.instruments.jumps import JumpDetector
-from flowcorr.instruments.metrics.rule import Broken, Rule, Units
+from flowcorr.instruments.metrics.rule import BrokenRule, Rule, Units
 from flowcorr.instruments.metrics.table import RULES
 from flowcorr.instruments.replicas import ReplicaMonitor
 from flowcorr.instruments.setting import Setting
@@ -84,17 +84,17 @@ def examine_run(
         by_step: the units of training steps that have their own.
     """
     monitor = HealthMonitor(units, rules, places=places)
-    hits: dict[tuple[str, str], list[Broken]] = defaultdict(list)
+    by_key: dict[tuple[str, str], list[BrokenRule]] = defaultdict(list)
     lasting: set[tuple[str, str]] = set()
     for record in filter(is_step, records):
         step = record.get("step")
-        broken = monitor.judge(record, by_step.get(step, units) if step is not None else units)
-        lasting.update(one.key for one in monitor.news(broken))
-        for one in broken:
-            hits[one.key].append(replace(one, finding=_with(one.finding, step=step)))
+        broken_rules = monitor.judge(record, by_step.get(step, units) if step is not None else units)
+        lasting.update(broken.key for broken in monitor.news(broken_rules))
+        for broken in broken_rules:
+            by_key[broken.key].append(replace(broken, finding=_with(broken.finding, step=step)))
     findings = [
-        _with(max(of_rule, key=lambda one: one.badness).finding, steps=len(of_rule))
-        for key, of_rule in hits.items()
+        _with(max(steps, key=lambda broken: broken.badness).finding, steps=len(steps))
+        for key, steps in by_key.items()
         if key in lasting
     ]
     return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
@@ -138,29 +138,35 @@ class HealthMonitor:
         if not is_step(metrics):
             return []
         told = [fault for fault in faults if self._is_new((fault.cause, ""), fault.level)]
-        broken = [one for one in self.judge(metrics, units) if matters(one.finding, faults)]
-        return [*told, *(one.finding for one in self.news(broken))]
+        broken_rules = [broken for broken in self.judge(metrics, units) if matters(broken.finding, faults)]
+        return [*told, *(broken.finding for broken in self.news(broken_rules))]
 
-    def judge(self, metrics: Mapping[str, Any], units: Units | None = None) -> list[Broken]:
+    def judge(self, metrics: Mapping[str, Any], units: Units | None = None) -> list[BrokenRule]:
         """All rules that the next training step breaks, however often they were broken before."""
         of_step = (units or self._units).of_step(metrics)
-        broken = [one for rule in self._rules if (one := rule.judge(metrics, of_step)) is not None]
-        hidden = {name for one in broken for name in one.rule.hides}
-        return [*(one for one in broken if one.rule.name not in hidden), *self._detected(metrics)]
+        judged = [rule.judge(metrics, of_step) for rule in self._rules]
+        broken_rules = [broken for broken in judged if broken is not None]
+        hidden = {name for broken in broken_rules for name in broken.rule.hides}
+        visible = [broken for broken in broken_rules if broken.rule.name not in hidden]
+        return [*visible, *self._detected(metrics)]
 
-    def news(self, broken: Sequence[Broken]) -> list[Broken]:
+    def news(self, broken_rules: Sequence[BrokenRule]) -> list[BrokenRule]:
         """Of the rules that a training step breaks, those that have lasted and are to be told."""
-        self._streaks = {one.key: self._streaks.get(one.key, 0) + 1 for one in broken}
-        lasting = [one for one in broken if self._streaks[one.key] >= one.rule.patience]
-        return [one for one in lasting if self._is_new(one.key, one.finding.level) or one.rule.each_time]
+        self._streaks = {broken.key: self._streaks.get(broken.key, 0) + 1 for broken in broken_rules}
+        lasting = [broken for broken in broken_rules if self._streaks[broken.key] >= broken.rule.patience]
+        return [
+            broken
+            for broken in lasting
+            if self._is_new(broken.key, broken.finding.level) or broken.rule.each_time
+        ]
 
-    def _detected(self, metrics: Mapping[str, Any]) -> list[Broken]:
-        return [one for detector in self._detectors for one in detector.update(metrics)]
+    def _detected(self, metrics: Mapping[str, Any]) -> list[BrokenRule]:
+        return [broken for detector in self._detectors for broken in detector.update(metrics)]
 
     def _is_new(self, key: tuple[str, str], level: Level) -> bool:
         """Whether a finding was not told yet, or milder; from now on it is."""
-        known = self._reported.get(key)
-        if known is not None and LEVELS.index(known) <= LEVELS.index(level):
+        reported = self._reported.get(key)
+        if reported is not None and LEVELS.index(reported) <= LEVELS.index(level):
             return False
         self._reported[key] = level
         return True

@@ -109,7 +109,7 @@ class Rule:
         low, high = (limit(units) if callable(limit) else limit for limit in (self.low, self.high))
         return low, high
 
-    def judge(self, metrics: Mapping[str, Any], units: Units) -> Broken | None:
+    def judge(self, metrics: Mapping[str, Any], units: Units) -> BrokenRule | None:
         """The break of this rule by a training step; None within the range, or where the metric is missing or null.
 
         Args:
@@ -144,16 +144,16 @@ class Rule:
         level: Level = "warning",
         remedy: str = "",
         part: str = "",
-    ) -> Broken:
+    ) -> BrokenRule:
         """A break of this rule; the remedy is its advice unless there is another."""
         finding = Finding(
             level=level, cause=self.name, sentence=sentence, numbers=numbers, remedy=remedy or self.advice
         )
-        return Broken(rule=self, finding=finding, beyond=beyond, part=part)
+        return BrokenRule(rule=self, finding=finding, beyond=beyond, part=part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Broken:
+class BrokenRule:
     """A rule that a training step breaks.
 
     Attributes:
