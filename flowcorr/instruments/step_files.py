@@ -52,7 +52,7 @@ class DumpedFile:
     missing: Sequence[str]
 
     def num_steps(self, levels: Tensor | None) -> int:
-        """Number of steps of the terms' schedule, as `completed` counts them."""
+        """Number of steps of the terms' schedule, as `as_terms` counts them."""
         if self.last_index is not None:
             return self.last_index + 1
         return self.window if levels is None or not self.has_levels else len(levels)

@@ -287,18 +287,25 @@ def _setting(actor: ActorConfig, bypass: bool, window: int, num_steps: int) -> S
     )
 
 
-def completed(dumped: DumpedTerms, levels: Tensor | None = None) -> Terms:
+def as_terms(dumped: DumpedTerms, levels: Tensor | None = None, scored: Tensor | None = None) -> Terms:
     """The terms of a dumped step; current policy = old one where no score of it was dumped.
 
-    Unknown noise levels and stds become NaN. Unknown step indices are counted within the window.
+    Unknown noise levels and stds become NaN. Unknown step indices are counted within the window. `keep` is None, or
+    False where terms tell nothing about the gap: at steps of the window that nobody trained, of which the trainer has
+    NaN in every sample, as flow_grpo's `timestep_fraction` leaves it, and the engine a log-prob; and in bypass mode
+    where terms were scored after the step's first update (`before_update`), so that they hold what was learned.
 
     Args:
         dumped: a training step.
         levels: `noise_levels`, by which steps are counted instead.
+        scored: `[T]` bool, steps of the window that the trainer scores: NaN there is a fault.
     """
     old = dumped.old_log_probs
     unknown = torch.full_like(old, torch.nan)
     sigma = unknown if dumped.sigmas is None else dumped.sigmas
+    keep = _trained_columns(dumped, scored).expand_as(old)
+    if dumped.bypass and dumped.before_update is not None:
+        keep = keep & dumped.before_update.bool()
     return Terms(
         log_prob=old if dumped.current_log_probs is None else dumped.current_log_probs,
         old_log_prob=old,
@@ -311,6 +318,7 @@ def completed(dumped: DumpedTerms, levels: Tensor | None = None) -> Terms:
         old_kl=dumped.current_old_kl,
         rollout_kl=dumped.current_rollout_kl,
         old_rollout_kl=dumped.old_rollout_kl,
+        keep=None if keep.all() else keep,
         num_elements=dumped.num_elements,
     )
 
@@ -324,27 +332,8 @@ def _places(terms: DumpedTerms, levels: Tensor | None) -> Tensor:
     return len(levels) - 1 - torch.bucketize(terms.sigmas, (rising[1:] + rising[:-1]) / 2)
 
 
-def gap_terms(dumped: DumpedTerms, levels: Tensor | None = None, scored: Tensor | None = None) -> Terms:
-    """`completed`, with `keep` where some terms tell nothing about the gap; None where all do.
-
-    Left out are steps of the window that nobody trained: the trainer has NaN in every sample, as flow_grpo's
-    `timestep_fraction` leaves it, and the engine a log-prob. In bypass mode, terms that were scored after the step's
-    first update (`before_update`) are left out too: they hold what was learned.
-
-    Args:
-        dumped: a training step.
-        levels: as in `completed`.
-        scored: `[T]` bool, steps of the window that the trainer scores: NaN there is a fault.
-    """
-    terms = completed(dumped, levels)
-    keep = _trained_columns(dumped, scored).expand_as(terms.log_prob)
-    if dumped.bypass and dumped.before_update is not None:
-        keep = keep & dumped.before_update.bool()
-    return terms if keep.all() else replace(terms, keep=keep)
-
-
 def _trained_columns(dumped: DumpedTerms, scored: Tensor | None) -> Tensor:
-    """`[T]` bool, without the steps of the window that nobody trained; `scored` as in `gap_terms`."""
+    """`[T]` bool, without the steps of the window that nobody trained; `scored` as in `as_terms`."""
     untrained = trained_log_probs(dumped).isnan().all(0) & dumped.rollout_log_probs.isfinite().all(0)
     if scored is not None:
         untrained &= ~scored
@@ -354,12 +343,12 @@ def _trained_columns(dumped: DumpedTerms, scored: Tensor | None) -> Tensor:
 def gap_of(dumped: DumpedTerms, levels: Tensor | None = None, scored: Tensor | None = None) -> Terms:
     """The gap of a step: `old_log_prob` is the trainer's, in bypass mode of its current policy.
 
-    `levels` and `scored` are as in `gap_terms`. An exact KL that was not dumped is None.
+    `levels` and `scored` are as in `as_terms`. An exact KL that was not dumped is None.
     """
-    terms = gap_terms(dumped, levels, scored)
+    terms = as_terms(dumped, levels, scored)
     return replace(
         terms,
-        old_log_prob=trained_log_probs(dumped),
+        old_log_prob=terms.log_prob if dumped.bypass else terms.old_log_prob,
         old_kl=None,
         rollout_kl=None,
         old_rollout_kl=terms.rollout_kl if dumped.bypass else terms.old_rollout_kl,
@@ -404,8 +393,8 @@ def records(run: DumpedRun) -> list[dict[str, Any]]:
 def step_metrics(
     dumped: DumpedTerms, setting: Setting, levels: Tensor | None = None, scored: Tensor | None = None
 ) -> dict[str, float]:
-    """The metrics that training would have logged of one step, see `records`; `scored` as in `gap_terms`."""
-    terms, actor, metrics = gap_terms(dumped, levels, scored), setting.actor, Metrics()
+    """The metrics that training would have logged of one step, see `records`; `scored` as in `as_terms`."""
+    terms, actor, metrics = as_terms(dumped, levels, scored), setting.actor, Metrics()
     # In bypass mode a current policy that may have learned from the batch already shows no noise.
     noisy = not dumped.bypass or dumped.before_update is not None
     if holds_trainer(dumped):
@@ -418,7 +407,7 @@ def step_metrics(
     if terms.num_elements is not None:
         metrics = metrics.merge(Metrics.from_stats({"rollout/num_elements": maximum(terms.num_elements)}))
     if dumped.current_log_probs is not None:
-        trained = completed(dumped, levels).select((slice(None), _trained_columns(dumped, scored)))
+        trained = terms.select((slice(None), _trained_columns(dumped, scored)))
         metrics = metrics.merge(_of_update(trained, actor))
     if dumped.rewards is not None:
         metrics = metrics.merge(_of_rewards(dumped))

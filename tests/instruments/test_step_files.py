@@ -10,7 +10,7 @@ from instruments.foreign_dumps import draw_steps
 import flowcorr
 from flowcorr import dumps
 from flowcorr.errors import ConfigError
-from flowcorr.instruments.steps import completed, diagnosed, read_dumped, records
+from flowcorr.instruments.steps import as_terms, diagnosed, read_dumped, records
 from tests.odd_files import BATCH, write_step
 
 
@@ -24,7 +24,7 @@ def test_noise_levels_stand_for_step_indices(tmp_path):
     run = read_dumped(tmp_path)
     assert run.levels.tolist() == pytest.approx([1.0, 0.9, 0.7, 0.5], rel=1e-2)
     assert run.setting.num_steps == 4
-    found = [completed(dumps.load(path), run.levels).step_index for path in run.files.values()]
+    found = [as_terms(dumps.load(path), run.levels).step_index for path in run.files.values()]
     assert torch.equal(found[0], found[1])
     assert found[0][:3].tolist() == [[0, 1], [1, 2], [2, 3]]
     assert "rollout_corr/step_3/kl" in records(run)[0]

@@ -16,7 +16,7 @@ from flowcorr.instruments.report import report
 from flowcorr.instruments.report.charts import chart_sections
 from flowcorr.instruments.report.runs import group_by_seed, read_run
 from flowcorr.instruments.report.terms import read_spread
-from flowcorr.instruments.steps import diagnosed, gap_terms, read_dumped, records
+from flowcorr.instruments.steps import as_terms, diagnosed, read_dumped, records
 from flowcorr.instruments.watch import Watch
 from tests.odd_files import BATCH, write_step
 
@@ -208,7 +208,7 @@ def test_what_was_learned_is_no_gap(tmp_path):
     assert first["rollout_corr/nonfinite_fraction"] == 0
     assert first["actor/ratio_mean"] == pytest.approx(1 + math.expm1(0.1) / 2, rel=1e-3)
     assert diagnosed(run) == []
-    terms = gap_terms(dumps.load(run.files[1]))
+    terms = as_terms(dumps.load(run.files[1]))
     assert torch.equal(terms.keep, FRESH)
 
 
@@ -216,7 +216,7 @@ def test_a_file_without_the_mark_is_judged_whole(tmp_path):
     draw_steps(tmp_path, without=("old_log_probs",))
     run = read_dumped(tmp_path)
     assert [note.split(",")[0].split(": ")[1] for note in run.notes] == ["before_update"]
-    assert gap_terms(dumps.load(run.files[1])).keep is None
+    assert as_terms(dumps.load(run.files[1])).keep is None
 
 
 BROKEN = {
@@ -239,7 +239,7 @@ def test_a_step_that_is_broken_in_every_sample_is_a_fault(engine, trainer, tmp_p
 
 def test_a_step_that_nobody_trained_is_left_out_of_the_gap(tmp_path):
     draw_steps(tmp_path, old_log_probs=torch.tensor([[0.1, math.nan]]).expand(32, 2))
-    assert gap_terms(dumps.load(dumps.files(tmp_path)[1])).keep.all(0).tolist() == [True, False]
+    assert as_terms(dumps.load(dumps.files(tmp_path)[1])).keep.all(0).tolist() == [True, False]
 
 
 @pytest.mark.parametrize("old", ["rollout", "recomputed"])

@@ -16,7 +16,7 @@ from flowcorr.errors import BatchError
 from flowcorr.instruments.audit import audit_folder
 from flowcorr.instruments.gap_words import mean_gap
 from flowcorr.instruments.report.runs import read_run
-from flowcorr.instruments.steps import completed
+from flowcorr.instruments.steps import as_terms
 from flowcorr.instruments.watch import Watch
 from flowcorr.trackers import read_metrics
 from tests.shallow import SHALLOW
@@ -84,7 +84,7 @@ def test_the_metrics_are_those_of_the_correction(bypass):
     metrics, _ = Watch()(1, **given(terms, bypass=bypass))
     correction = RolloutCorrectionConfig(bypass_mode=bypass)
     actor = replace(config.load("tiny_jpeg_lora").actor, clip_ratio=1e-4)
-    _, expected = correct(completed(terms), correction, actor_config=None if bypass else actor, num_steps=2)
+    _, expected = correct(as_terms(terms), correction, actor_config=None if bypass else actor, num_steps=2)
     assert metrics == expected.compute()
 
 

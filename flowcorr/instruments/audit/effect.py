@@ -21,7 +21,7 @@ from flowcorr.dumps import DumpedTerms
 from flowcorr.errors import ConfigError
 from flowcorr.instruments.dumped_loss import hides_limit, without_clipped_shares
 from flowcorr.instruments.setting import Setting
-from flowcorr.instruments.steps import DumpedRun, completed, gap_terms
+from flowcorr.instruments.steps import DumpedRun, as_terms
 from flowcorr.losses import loss_of
 from flowcorr.metrics import Metrics
 from flowcorr.records import Terms
@@ -112,7 +112,7 @@ def stack(
         setting: their loss and schedule.
         levels: `noise_levels` of the run, where they have to stand for step indices.
         of_flowcorr: whether flowcorr trained them. In its own bypass mode the correction judged every term as the loss
-            used it, also those scored after an update. Of another trainer's steps those tell nothing, see `gap_terms`.
+            used it, also those scored after an update. Of another trainer's steps those tell nothing, see `as_terms`.
     """
     joined, groups, count = DumpedTerms.concatenate(list(parts.values())), [], 0
     for part in parts.values():
@@ -120,8 +120,9 @@ def stack(
         ids = torch.arange(len(part.advantages)) if part.group_ids is None else part.group_ids
         groups.append(count + ids.unique(return_inverse=True)[1])
         count += len(ids)
+    terms = as_terms(joined, levels)
     return Steps(
-        terms=completed(joined, levels) if of_flowcorr else gap_terms(joined, levels),
+        terms=replace(terms, keep=None) if of_flowcorr else terms,
         sizes={step: len(part.advantages) for step, part in parts.items()},
         setting=setting,
         group_ids=torch.cat(groups),

@@ -13,7 +13,7 @@ from flowcorr.instruments.dumped_loss import hides_limit, ratio_limit
 from flowcorr.instruments.report.runs import Group
 from flowcorr.instruments.setting import Setting
 from flowcorr.instruments.step_files import holds_trainer, trained_log_probs
-from flowcorr.instruments.steps import gap_terms
+from flowcorr.instruments.steps import as_terms
 from flowcorr.losses import Loss, clip_by_term, loss_of, pool_log_ratio
 from flowcorr.records import Terms
 
@@ -63,7 +63,7 @@ def read_spread(group: Group) -> Spread | None:
     for run in runs:
         for step in run.files:
             dumped = run.load(step)
-            terms = gap_terms(dumped, run.levels)
+            terms = as_terms(dumped, run.levels)
             num_steps, num_bypass = num_steps + 1, num_bypass + dumped.bypass
             if dumped.current_log_probs is not None:
                 updates.append((terms, run.settings[step]))
