@@ -6,7 +6,8 @@
 
 An adapter says what its pipeline does between the prompt and the velocity, and nothing about training. Read the
 pipeline's `__call__` from top to bottom and put each part into its method; `compare_with_pipeline` then names the part
-that differs. Here latents are packed, as in FLUX; `flowcorr/models/z_image.py` is a family with spatial ones.
+that differs. Here latents are packed, as in FLUX; `flowcorr/models/z_image.py` is a family with spatial ones. What the
+adapter does not say is the base's: here `decode`, by a VAE that scales its latents by one number.
 
 In vllm-omni, `predict`, `guide` and `decode` run without the pipeline: there `self.pipeline` has a `vae` and a
 `transformer` with its `config`, and nothing else.
@@ -19,12 +20,8 @@ import torch
 from flowcorr.config import ModelConfig
 from flowcorr.config.layers import JOINT_ATTENTION
 from flowcorr.models import AdapterCheck, compare_with_pipeline, load_family
-from flowcorr.models.base import (
-    InVllmOmni,
-    decode_scaled,
-    positions,
-)
-from flowcorr.models.packed import PackedFamily
+from flowcorr.models.base import InVllmOmni
+from flowcorr.models.packed import PackedFamily, positions
 
 
 class LongCatImage(PackedFamily):
@@ -78,10 +75,6 @@ class LongCatImage(PackedFamily):
         mixed = super().guide(negative, positive, scale)
         norms = positive.norm(dim=-1, keepdim=True), mixed.norm(dim=-1, keepdim=True)
         return mixed * (norms[0] / (norms[1] + 1e-8)).clamp(max=1)
-
-    @torch.no_grad()
-    def decode(self, latents):
-        return decode_scaled(self.pipeline.vae, self.unpack(latents))
 
 
 def check(path: str, *, height: int | None = None, width: int | None = None) -> AdapterCheck:

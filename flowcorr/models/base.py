@@ -323,12 +323,21 @@ class ModelFamily(ABC):
         order = torch.tensor([place for own in places.values() for place in own]).argsort()
         return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
 
-    @abstractmethod
+    @torch.no_grad()
     def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
         """Conditioning `{name: [B, ...]}` of the prompts, with the negative prompt's where guidance is on.
 
-        All prompts of a call share `guidance.negative_prompt`. Their own rows do not depend on `guidance`.
+        All prompts of a call share `guidance.negative_prompt`. Their own rows do not depend on `guidance`. Here the
+        pipeline's `encode_prompt` gives the embeddings of both; a family with other tensors overrides this.
         """
+        is_guided = getattr(guidance, self.guidance_key) > 1
+        embeds, negative, *_ = self.pipeline.encode_prompt(
+            [prompt.text for prompt in prompts],
+            negative_prompt=guidance.negative_prompt,
+            do_classifier_free_guidance=is_guided,
+            max_sequence_length=self.text_tokens,
+        )
+        return {"prompt_embeds": embeds} | ({"negative_prompt_embeds": negative} if is_guided else {})
 
     def tokenized_text(self, prompt: str) -> str:
         """The text that the tokenizers get for a prompt; a family with a chat template puts the prompt into it."""
@@ -419,23 +428,23 @@ class ModelFamily(ABC):
         """
         return negative + scale * (positive - negative)
 
-    @abstractmethod
+    @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Pixels `[B, 3, H, W]` or `[B, 3, F, H, W]` of final latents `[B, *L]`, -1 to 1, not clamped nor rounded."""
+        """Pixels `[B, 3, H, W]` or `[B, 3, F, H, W]` of final latents `[B, *L]`, -1 to 1, not clamped nor rounded.
+
+        Here by a VAE that scales its latents by one number; a family with another VAE overrides this.
+        """
+        vae = self.pipeline.vae
+        spatial = self.unpack(latents) / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
+        return vae.decode(spatial.to(vae.dtype), return_dict=False)[0]
+
+    @staticmethod
+    def unpack(latents: Tensor) -> Tensor:
+        """Latents `[B, *L]` in the shape of the VAE's; here they have it."""
+        return latents
 
     def save_lora(
         self, directory: str, lora_state: Mapping[str, Tensor], metadata: Mapping[str, Any]
     ) -> None:
         """Write an adapter for diffusers and peft, at its full strength; see `trainer/model_card.py`."""
         write_adapter(directory, lora_state, metadata)
-
-
-def decode_scaled(vae: Any, latents: Tensor) -> Tensor:
-    """Pixels `[B, 3, H, W]` of latents `[B, C, h, w]`, by a VAE that scales its latents by one number."""
-    latents = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
-    return vae.decode(latents.to(vae.dtype), return_dict=False)[0]
-
-
-def positions(*sizes: int, device: torch.device) -> Tensor:
-    """`[prod(sizes), len(sizes)]`: the place of each token on a grid of `sizes`, in the order of its rows."""
-    return torch.cartesian_prod(*(torch.arange(size, device=device) for size in sizes))

@@ -11,15 +11,8 @@ from torch import Tensor
 
 from flowcorr.config.families import FAMILIES
 from flowcorr.config.layers import JOINT_ATTENTION, JOINT_FEED_FORWARD
-from flowcorr.models.base import (
-    Conditioning,
-    Guidance,
-    InVllmOmni,
-    TextShapes,
-    decode_scaled,
-    positions,
-)
-from flowcorr.models.packed import PackedFamily
+from flowcorr.models.base import Conditioning, Guidance, InVllmOmni, TextShapes
+from flowcorr.models.packed import PackedFamily, positions
 from flowcorr.records import Prompt
 
 
@@ -95,7 +88,3 @@ class Flux(PackedFamily):
         """Tokens `[B, tokens, channels]` of all images, first of the one that is drawn, and places `[tokens, 3]`."""
         _, rows, columns, _ = latents.shape
         return latents.flatten(1, 2), positions(1, rows, columns, device=latents.device)
-
-    @torch.no_grad()
-    def decode(self, latents: Tensor) -> Tensor:
-        return decode_scaled(self.pipeline.vae, self.unpack(latents))

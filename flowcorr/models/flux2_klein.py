@@ -11,8 +11,8 @@ from torch import Tensor
 from flowcorr.config.families import FAMILIES
 from flowcorr.config.layers import JOINT_ATTENTION
 from flowcorr.errors import ConfigError
-from flowcorr.models.base import Conditioning, Guidance, InVllmOmni, TextShapes, positions
-from flowcorr.models.packed import PackedFamily
+from flowcorr.models.base import Conditioning, Guidance, InVllmOmni, TextShapes
+from flowcorr.models.packed import PackedFamily, positions
 from flowcorr.models.schedule import Schedule, linear_schedule
 from flowcorr.records import Prompt
 

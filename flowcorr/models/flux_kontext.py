@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from flowcorr.config.families import FAMILIES
-from flowcorr.models.base import Conditioning, Guidance, InVllmOmni, positions
+from flowcorr.models.base import Conditioning, Guidance, InVllmOmni
 from flowcorr.models.flux import Flux
+from flowcorr.models.packed import positions
 from flowcorr.records import Prompt
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,16 +10,8 @@ from torch import Tensor
 
 from flowcorr.config.families import FAMILIES
 from flowcorr.config.layers import JOINT_ATTENTION, JOINT_FEED_FORWARD
-from flowcorr.models.base import (
-    Conditioning,
-    Guidance,
-    InVllmOmni,
-    TextShapes,
-    decode_scaled,
-    positions,
-)
-from flowcorr.models.packed import PackedFamily
-from flowcorr.records import Prompt
+from flowcorr.models.base import Guidance, InVllmOmni, TextShapes
+from flowcorr.models.packed import PackedFamily, positions
 
 _DROPPED_TEMPLATE = 28  # tokens that the pipeline puts before a prompt, and drops after encoding
 
@@ -54,17 +46,6 @@ class OvisImage(PackedFamily):
             [message], tokenize=False, add_generation_prompt=True, enable_thinking=False
         )
 
-    @torch.no_grad()
-    def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
-        is_guided = guidance.guidance_scale > 1
-        embeds, negative, _, _ = self.pipeline.encode_prompt(
-            [prompt.text for prompt in prompts],
-            negative_prompt=guidance.negative_prompt,
-            do_classifier_free_guidance=is_guided,
-            max_sequence_length=self.text_tokens,
-        )
-        return {"prompt_embeds": embeds} | ({"negative_prompt_embeds": negative} if is_guided else {})
-
     def predict(
         self,
         transformer: Callable[..., Any],
@@ -85,7 +66,3 @@ class OvisImage(PackedFamily):
             return_dict=False,
         )[0].float()
         return velocity.unflatten(1, (rows, columns))
-
-    @torch.no_grad()
-    def decode(self, latents: Tensor) -> Tensor:
-        return decode_scaled(self.pipeline.vae, self.unpack(latents))

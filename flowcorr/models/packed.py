@@ -111,3 +111,8 @@ class PackedFamily(ModelFamily):
         """`[B, rows, columns, 4 * channels]` as the VAE's `[B, channels, 2 * rows, 2 * columns]`."""
         patches = latents.unflatten(-1, (-1, 2, 2)).permute(0, 3, 1, 4, 2, 5)
         return patches.flatten(4, 5).flatten(2, 3)
+
+
+def positions(*sizes: int, device: torch.device) -> Tensor:
+    """`[prod(sizes), len(sizes)]`: the place of each token on a grid of `sizes`, in the order of its rows."""
+    return torch.cartesian_prod(*(torch.arange(size, device=device) for size in sizes))

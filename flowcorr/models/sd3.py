@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flowcorr.config.families import FAMILIES
 from flowcorr.config.layers import JOINT_ATTENTION
-from flowcorr.models.base import Conditioning, Guidance, InVllmOmni, ModelFamily, TextShapes, decode_scaled
+from flowcorr.models.base import Conditioning, Guidance, InVllmOmni, ModelFamily, TextShapes
 from flowcorr.models.schedule import Schedule, dynamic_shift
 from flowcorr.models.sizes import check_size
 from flowcorr.records import Prompt
@@ -95,7 +95,3 @@ class SD3(ModelFamily):
             pooled_projections=conditioning["pooled_prompt_embeds"],
             return_dict=False,
         )[0].float()
-
-    @torch.no_grad()
-    def decode(self, latents: Tensor) -> Tensor:
-        return decode_scaled(self.pipeline.vae, latents)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,11 +11,10 @@ from torch import Tensor
 
 from flowcorr.config.families import FAMILIES
 from flowcorr.errors import ConfigError
-from flowcorr.models.base import Conditioning, Guidance, InVllmOmni, ModelFamily, TextShapes
+from flowcorr.models.base import Guidance, InVllmOmni, ModelFamily, TextShapes
 from flowcorr.models.frame_vae import decode_frames
 from flowcorr.models.schedule import Schedule
 from flowcorr.models.sizes import check_frame_count, check_size
-from flowcorr.records import Prompt
 
 
 class Wan(ModelFamily):
@@ -106,17 +105,6 @@ class Wan(ModelFamily):
         return Schedule(
             sigmas=tuple(scheduler.sigmas.tolist()), timesteps=tuple(scheduler.timesteps.float().tolist())
         )
-
-    @torch.no_grad()
-    def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
-        is_guided = guidance.guidance_scale > 1
-        embeds, negative = self.pipeline.encode_prompt(
-            [prompt.text for prompt in prompts],
-            negative_prompt=guidance.negative_prompt,
-            do_classifier_free_guidance=is_guided,
-            max_sequence_length=self.text_tokens,
-        )
-        return {"prompt_embeds": embeds} | ({"negative_prompt_embeds": negative} if is_guided else {})
 
     def predict(
         self,

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from flowcorr.config.families import FAMILIES
 from flowcorr.config.layers import ATTENTION
-from flowcorr.models.base import Conditioning, Guidance, InVllmOmni, ModelFamily, TextShapes, decode_scaled
+from flowcorr.models.base import Conditioning, Guidance, InVllmOmni, ModelFamily, TextShapes
 from flowcorr.models.schedule import Schedule, linear_schedule
 from flowcorr.models.sizes import check_size
 from flowcorr.records import Prompt
@@ -135,7 +135,3 @@ class ZImage(ModelFamily):
             return_dict=False,
         )[0]
         return -torch.stack(frames).squeeze(2).float()  # the transformer predicts the way to the image
-
-    @torch.no_grad()
-    def decode(self, latents: Tensor) -> Tensor:
-        return decode_scaled(self.pipeline.vae, latents)

@@ -6,7 +6,7 @@ from torch import nn
 
 from flowcorr.errors import ConfigError
 from flowcorr.models import Guidance
-from flowcorr.models.base import positions, repeated_blocks
+from flowcorr.models.base import repeated_blocks
 from flowcorr.models.negatives import with_negative
 from flowcorr.models.sd3 import SD3
 from flowcorr.records import Prompt
@@ -53,11 +53,6 @@ def test_guidance_leads_away_from_the_negative_prompt(scale, negative, expected)
     )
     assert torch.equal(velocity, torch.full((2, 4), expected))
     assert batches == [4 if scale > 1 and negative else 2]
-
-
-def test_places_run_along_the_rows():
-    places = positions(2, 3, device=torch.device("cpu"))
-    assert places.tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
 
 
 def test_blocks_are_those_of_all_lists_of_modules():

@@ -8,7 +8,7 @@ import torch
 from tiny_pipelines import connect
 
 from flowcorr.errors import ConfigError
-from flowcorr.models.packed import PackedFamily
+from flowcorr.models.packed import PackedFamily, positions
 from flowcorr.rollout import decode
 from tests.models.learning import (
     assert_an_adapter_is_learned_and_loads,
@@ -183,3 +183,8 @@ def test_a_bfloat16_transformer_computes_with_the_timesteps_of_its_schedule(pack
 def test_bfloat16(packed, path, make_config):
     sections = in_bfloat16(packed.sections(path, sde_window_range=(1, 4)))
     assert_both_stacks_round_alike(connect(make_config(**sections), packed.prompts))
+
+
+def test_places_run_along_the_rows():
+    places = positions(2, 3, device=torch.device("cpu"))
+    assert places.tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
