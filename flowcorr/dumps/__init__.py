@@ -52,7 +52,6 @@ GIVES = {
 """Optional fields of `dump`, and what each gives."""
 _OF_STEP = ("version", "num_elements")
 _TOLD = (*_OF_STEP, "loss_mode", "clip_ratio", "adv_clip_max")  # in the metadata of a file
-_PER_STEP = ("step_indices", "sigmas", "stds")  # may be given as `[T]`, where all samples have the same
 _STEP = "step_{:06d}.safetensors"
 _STEP_NAME = re.compile(r"step_([0-9]{1,12})\.safetensors")
 
@@ -289,8 +288,7 @@ def load(path: Path) -> DumpedTerms:
             allowed.
     """
     with _opened(path) as (file, metadata):
-        known = {entry.name for entry in fields(DumpedTerms)}
-        slices = {name: file.get_slice(name) for name in sorted(known & set(file.keys()))}
+        slices = {name: file.get_slice(name) for name in sorted(checks.COLUMNS.keys() & set(file.keys()))}
         header = {name: (found.get_shape(), found.get_dtype()) for name, found in slices.items()}
         if problem := checks.problem_of_header(header):
             raise damaged(path, problem)
@@ -418,7 +416,7 @@ def _numbered(group_ids: Array) -> Tensor:
 def _numbers(name: str, values: Array) -> Tensor:
     """A tensor on the CPU: whole numbers as int64, others as float32, or float64 where they are."""
     tensor = checks.as_tensor(name, values)
-    if name in checks.WHOLE:
+    if checks.COLUMNS[name].whole:
         odd = tensor[tensor.frac() != 0] if tensor.is_floating_point() else tensor[:0]
         if len(odd):
             raise BatchError(f"{name} holds {odd[0].item():g}; it must hold whole numbers")
@@ -428,7 +426,8 @@ def _numbers(name: str, values: Array) -> Tensor:
 
 def _fitted(name: str, values: Tensor, shape: torch.Size) -> Tensor:
     """`values` as `[B]` or `[B, T]`, as the field has it."""
-    if name in checks.PER_SAMPLE:
+    column = checks.COLUMNS[name]
+    if column.per_sample:
         if values.dim() == 2 and values.shape[:1] == shape[:1]:
             first = values[:, :1]
             if bool(((values == first) | (values.isnan() & first.isnan())).all()):
@@ -436,11 +435,11 @@ def _fitted(name: str, values: Tensor, shape: torch.Size) -> Tensor:
         expected = shape[:1]
     else:
         expected = shape
-        if name in _PER_STEP and values.shape == shape[1:]:
+        if column.shared and values.shape == shape[1:]:
             values = values.expand(shape)
     if values.shape != expected:
         raise BatchError(
             f"{name} has shape {list(values.shape)}; with rollout_log_probs of shape {list(shape)} it must be "
-            f"{list(expected)}" + (", one value a sample" if name in checks.PER_SAMPLE else "")
+            f"{list(expected)}" + (", one value a sample" if column.per_sample else "")
         )
     return values

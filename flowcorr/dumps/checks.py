@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -25,17 +26,63 @@ MAX_SCHEDULE = 1000
 MAX_BYTES = 2**32
 """The largest file that is read."""
 Array = Tensor | np.ndarray | Sequence[Any]
-PER_SAMPLE = ("advantages", "rewards", "group_ids", "policy_versions", "worker_ids")
-WHOLE = ("step_indices", "group_ids", "policy_versions", "worker_ids", "before_update")
 
 _REQUIRED = ("rollout_log_probs", "old_log_probs", "advantages")
-_KLS = ("old_rollout_kl", "current_old_kl", "current_rollout_kl")
 _WHOLE_DTYPES, REAL_DTYPES = ("I64", "I32"), ("F64", "F32", "F16", "BF16")  # as safetensors calls them
 _REQUIRED_METADATA = ("step", "mode", "loss_mode")
 _MODES = ("decoupled", "bypass")
 _MAX_TEXT = 200
 _FLOAT32 = torch.finfo(torch.float32)
 _POSITIVE = f"a number above 0, at most {_FLOAT32.max:g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """The rules of a tensor of `DumpedTerms`.
+
+    Attributes:
+        per_sample: whether it is `[B]`; else `[B, T]`.
+        shared: whether it may be given as `[T]`, where all samples have the same.
+        whole: whether its numbers are whole.
+        low, high: the smallest and the largest value.
+        others: which other values there may be, as of a term that was left out.
+    """
+
+    per_sample: bool = False
+    shared: bool = False
+    whole: bool = False
+    low: float = -math.inf
+    high: float = math.inf
+    others: Literal["none", "nan", "not finite"] = "not finite"
+
+    def odd(self, values: Tensor) -> Tensor:
+        """The values that are not allowed."""
+        good = (self.low <= values) & (values <= self.high)
+        if self.others != "none":
+            good |= values.isnan() if self.others == "nan" else ~values.isfinite()
+        return values[~good]
+
+
+COLUMNS: Mapping[str, Column] = {
+    "rollout_log_probs": Column(),
+    "old_log_probs": Column(),
+    "advantages": Column(per_sample=True, low=-_FLOAT32.max, high=_FLOAT32.max, others="none"),
+    "current_log_probs": Column(),
+    "before_update": Column(whole=True, low=0, high=1, others="none"),
+    "rewards": Column(per_sample=True),
+    "timesteps": Column(),
+    "sigmas": Column(shared=True, low=0, high=HIGHEST_NOISE_LEVEL, others="none"),
+    "sigmas_next": Column(low=0, high=HIGHEST_NOISE_LEVEL, others="none"),
+    "stds": Column(shared=True, low=_FLOAT32.tiny, high=_FLOAT32.max, others="nan"),
+    "step_indices": Column(shared=True, whole=True, low=0, high=MAX_SCHEDULE - 1, others="none"),
+    "group_ids": Column(per_sample=True, whole=True),
+    "policy_versions": Column(per_sample=True, whole=True),
+    "worker_ids": Column(per_sample=True, whole=True),
+    "old_rollout_kl": Column(low=0),
+    "current_old_kl": Column(low=0),
+    "current_rollout_kl": Column(low=0),
+}
+"""The tensors of a file by name."""
 
 
 def as_tensor(name: str, values: Array) -> Tensor:
@@ -79,10 +126,11 @@ def problem_of_header(header: Mapping[str, tuple[Sequence[int], str]]) -> str:
     if problem := problem_of_shape(shape):
         return problem
     for name, (own_shape, dtype) in header.items():
-        expected = shape[:1] if name in PER_SAMPLE else shape
+        column = COLUMNS[name]
+        expected = shape[:1] if column.per_sample else shape
         if list(own_shape) != list(expected):
             return f"{name} has shape {list(own_shape)}; it must be {list(expected)}"
-        dtypes = _WHOLE_DTYPES if name in WHOLE else REAL_DTYPES
+        dtypes = _WHOLE_DTYPES if column.whole else REAL_DTYPES
         if dtype not in dtypes:
             return f"{name} has dtype {dtype}; it must be {' or '.join(dtypes)}"
     return ""
@@ -97,14 +145,11 @@ def problem_of_shape(shape: Sequence[int]) -> str:
 
 def problem_of_values(tensors: Mapping[str, Tensor], version: int | None) -> str:
     """The problem of the tensors' values, or of those beside the version; empty if there is none."""
-    for name, (low, high, others) in _RANGES.items():
-        values = tensors.get(name, torch.empty(0))
-        good = (low <= values) & (values <= high)
-        if others != "":
-            good |= values.isnan() if others == "nan" else ~values.isfinite()
-        odd = values[~good]
+    for name, values in tensors.items():
+        column = COLUMNS[name]
+        odd = column.odd(values)
         if len(odd):
-            return f"{name} holds {odd[0].item():g}; it must lie from {low:g} to {high:g}"
+            return f"{name} holds {odd[0].item():g}; it must lie from {column.low:g} to {column.high:g}"
     newest = int(tensors["policy_versions"].max()) if "policy_versions" in tensors else None
     if newest is not None and version is not None and newest > version:
         return (
@@ -176,14 +221,4 @@ _METADATA: dict[str, tuple[str, Callable[[str], bool]]] = {
     "version": ("a whole number below 1e12", partial(_is_whole, low=0)),
     "clip_ratio": (f"{_POSITIVE}, or a list of such numbers", _is_clip_ratio),
     "adv_clip_max": (_POSITIVE, lambda text: _is_positive(json_value(text))),
-}
-# By field: smallest and largest value, and which others there may be, as of a term that was left out.
-_RANGES: dict[str, tuple[float, float, Literal["", "nan", "not finite"]]] = {
-    "advantages": (-_FLOAT32.max, _FLOAT32.max, ""),
-    "step_indices": (0, MAX_SCHEDULE - 1, ""),
-    "before_update": (0, 1, ""),
-    "sigmas": (0, HIGHEST_NOISE_LEVEL, ""),
-    "sigmas_next": (0, HIGHEST_NOISE_LEVEL, ""),
-    "stds": (_FLOAT32.tiny, _FLOAT32.max, "nan"),
-    **dict.fromkeys(_KLS, (0, math.inf, "not finite")),
 }

@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -279,3 +280,8 @@ def test_what_cannot_be_read_is_not_written(given, message, tmp_path):
     with pytest.raises(BatchError, match=message):
         flowcorr.dump(tmp_path, 1, **({"rollout_log_probs": WINDOW, "advantages": ROWS} | given))
     assert not dumps.files(tmp_path)
+
+
+def test_every_tensor_has_its_rules():
+    tensors = [entry.name for entry in fields(dumps.DumpedTerms) if "Tensor" in str(entry.type)]
+    assert sorted(checks.COLUMNS) == sorted(tensors)

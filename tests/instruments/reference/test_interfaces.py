@@ -25,7 +25,7 @@ def test_every_row_has_a_meaning(name):
         ("RolloutEngine", "sample()", ""),
         ("ModelFamily", "name", ""),
         ("ModelFamily", "guidance_key", "'guidance_scale'"),
-        ("ModelFamily", "decode()", ""),
+        ("ModelFamily", "predict()", ""),
         ("Reward", "extras", ""),
     ],
 )
