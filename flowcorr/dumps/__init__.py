@@ -58,7 +58,7 @@ _STEP_NAME = re.compile(r"step_([0-9]{1,12})\.safetensors")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DumpedTerms:
-    """What a file holds of a training step, `[B, T]` unless another shape is given; unknown columns are None.
+    """The numbers of a training step in a file, `[B, T]` unless another shape is given; unknown columns are None.
 
     `flowcorr.instruments.steps` makes of it the `Terms` that losses and corrections read.
 
@@ -129,7 +129,7 @@ class LoggedLoss:
 
 
 class StepFields(TypedDict, total=False):
-    """What `flowcorr.dump` and `flowcorr.watch` take of a training step; a value that is None is not known.
+    """Arguments of `flowcorr.dump` and `flowcorr.watch` about a training step; a value that is None is not known.
 
     Attributes:
         rollout_log_probs: `[B, T]` of the policy that sampled, mean-pooled: nats per latent element.

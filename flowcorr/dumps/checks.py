@@ -1,4 +1,4 @@
-"""What the file of a step may hold: the checks of metadata and tensors, of a file that is read or written.
+"""Checks of the metadata and tensors of a step's file, when it is read or written.
 
 Each `problem_of_*` returns the first problem in words, with the field, its value and what is allowed; empty if there is
 none.

@@ -1,4 +1,4 @@
-"""What corrections and losses need to know of a run beside its terms, so that no whole configuration is needed."""
+"""Loss, correction and schedule of a run, which corrections and losses read beside its terms."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Setting:
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """Those of a configuration."""
+        """The setting of a configuration."""
         sampling = config.sampling
         return cls(
             actor=config.actor,

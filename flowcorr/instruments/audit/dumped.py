@@ -130,7 +130,7 @@ def _beyond(run: DumpedRun, gaps: Mapping[int, Terms], ages: Mapping[int, Tensor
 
 
 def _stated(run: DumpedRun) -> Stated:
-    """What a run states of its precision; another trainer's does with the last samples that it captured."""
+    """The precision that a run states; another trainer's does with the last samples that it captured."""
     if run.config is not None:
         return Stated.of(run.config)
     captured = list(replay_files(run.folder).values())

@@ -63,7 +63,7 @@ class Facts:
         older_weights: bool | None = None,
         beyond: Beyond | None = None,
     ) -> Self | None:
-        """Those of a gap; None without `num_elements`, without which it has no size."""
+        """The numbers of a gap; None without `num_elements`, without which it has no size."""
         terms, size = gap.terms, gap.terms.num_elements
         if size is None:
             return None

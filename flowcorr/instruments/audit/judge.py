@@ -61,11 +61,8 @@ def report_of(
 def _of_gap(gap: Gap, loss_mode: str) -> list[Fact]:
     """Facts that need no unit of whole steps."""
     (samples, window), size = gap.terms.old_log_prob.shape, gap.terms.num_elements
-    limit, outside, now = (
-        ratio_limit(gap.setting.actor),
-        gap.outside(),
-        Gap.of(gap.terms, gap.setting).outside(),
-    )
+    limit, outside = ratio_limit(gap.setting.actor), gap.outside()
+    now = Gap.of(gap.terms, gap.setting).outside()
     whose = "of their step" if limit is None or outside != now else f"of {clip_text(limit)}"
     named = loss_mode or gap.setting.actor.loss_mode
     counted = f"{samples} samples of {window} SDE step{'s'[: window != 1]}"
