@@ -197,10 +197,11 @@ class Scorer:
         log_probs = sde.log_prob(window.next_latents, step, cps_unscaled=sampling.cps_unscaled)
         return Scores(log_probs=log_probs, means=step.mean, stds=step.std)
 
-    def autocast(self) -> torch.autocast:
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
         """The precision of a forward pass; trained shards have FSDP's mixed precision instead of autocast."""
-        enabled = self.config.actor.autocast and not self.weights.trains_shards
-        return torch.autocast(self.weights.device.type, torch.bfloat16, enabled=enabled)
+        if not self.config.actor.autocast or self.weights.trains_shards:
+            return contextlib.nullcontext()
+        return torch.autocast(self.weights.device.type, torch.bfloat16)
 
     @contextlib.contextmanager
     def _reference(self) -> Iterator[None]:

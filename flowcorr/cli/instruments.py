@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -234,21 +234,7 @@ def _without_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-def _with_frames_in_one_piece(
-    command: Callable[[argparse.Namespace], int],
-) -> Callable[[argparse.Namespace], int]:
-    """Keep the frames of all calls of `command` in one piece of memory.
-
-    CPython takes memory for frames in pieces of 16 KB and gives a piece back when the last frame in it ends. So a loop
-    whose calls cross the end of a piece asks the system for memory in each turn: 30,000 times while a plan imports
-    torch and diffusers, 5 percent of its CPU time. A first frame that asks for more takes a larger piece.
-    """
-    command.__code__ = command.__code__.replace(co_stacksize=1 << 15)
-    return command
-
-
 @_without_garbage_collection()
-@_with_frames_in_one_piece
 def plan(arguments: argparse.Namespace) -> int:
     """Predict memory and time of a run, without a GPU.
 

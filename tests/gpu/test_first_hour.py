@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from flowcorr.instruments.plan.devices import GPUS
 from tests.gpu.hour import bundle, engine
+from tests.gpu.hour.machine import known_gpu
 from tests.gpu.hour.parts import PARTS
 from tests.gpu.hour.record import Outcome, Record, Row
 
@@ -100,3 +102,19 @@ def test_every_part_runs_on_a_cpu(tmp_path):
     assert list(outcomes) == list(PARTS)
     assert {name for name, outcome in outcomes.items() if outcome.status != "done"} == skipped
     assert [row for outcome in outcomes.values() for row in outcome.rows if row.verdict == "FAILED"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "known"),
+    [
+        ("NVIDIA H100 80GB HBM3", 85.0e9, "h100-80gb"),
+        ("NVIDIA H200", 150.1e9, "h200-141gb"),
+        ("NVIDIA H20", 102.6e9, "h20-96gb"),
+        ("NVIDIA A100-SXM4-80GB", 85.1e9, "a100-80gb-sxm"),
+        ("NVIDIA A100-PCIE-40GB", 42.3e9, "a100-40gb-pcie"),
+        ("NVIDIA GeForce RTX 4090", 25.2e9, "rtx4090-24gb"),
+    ],
+)
+def test_a_device_is_known_by_the_name_that_torch_gives_it(name, memory, known):
+    assert known_gpu(name, memory) is GPUS[known]
+    assert known_gpu("NVIDIA T4", 16e9) is None

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shlex
-import subprocess
-import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -17,15 +14,17 @@ from flowcorr.config import redact_override
 from flowcorr.config.schema import Config
 from flowcorr.devices import named_device
 from flowcorr.errors import ConfigError
-from flowcorr.instruments.finding import as_overrides
+from flowcorr.instruments.finding import Finding, as_overrides
 from flowcorr.instruments.plan.answers import MEMORY_TOLERANCE, SHARED, gigabytes
+from flowcorr.instruments.plan.devices import find_gpu
+from flowcorr.instruments.plan.estimate import make_plan
+from flowcorr.instruments.plan.report import report_of
 from flowcorr.models import EMBEDDED
 from flowcorr.rollout.vllm_omni.environment import engine_gpus
 from flowcorr.rollout.vllm_omni.options import num_gpus
 
 logger = logging.getLogger(__name__)
 
-_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _SPEED = "bandwidth=1000,bf16=100"  # any values: only the memory is used
 
 
@@ -57,45 +56,33 @@ def check_this_gpu(recipe: str, overrides: Sequence[str], config: Config) -> Non
         num_gpus(config.rollout.engine),
         visible=torch.cuda.device_count(),
     )
-    check_fit(recipe, overrides, memory=memory, ranks=ranks, shared=own in gpus)
+    check_fit(recipe, overrides, config, memory=memory, ranks=ranks, shared=own in gpus)
 
 
-def check_fit(recipe: str, overrides: Sequence[str], *, memory: float, ranks: int, shared: bool) -> None:
+def check_fit(
+    recipe: str, overrides: Sequence[str], config: Config, *, memory: float, ranks: int, shared: bool
+) -> None:
     """Check that a run fits into `memory` bytes, with the rollout engine on the same GPU if `shared`.
-
-    `flowcorr plan` runs in a process of its own, so that no cache of a library keeps a tensor without values for the
-    training that follows.
 
     Raises:
         ConfigError: see `check_this_gpu`.
     """
-    gpu = f"memory={memory / 1e9},{_SPEED}"
-    command = [sys.executable, "-m", "flowcorr", "plan", recipe, *overrides, "--json", "--gpu", gpu]
-    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
-    outcome = subprocess.run(
-        [*command, "--ranks", str(ranks)],
-        env={**environment, "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if not outcome.stdout:  # an exit code may also say that the run does not fit
-        lines = outcome.stderr.strip().splitlines()
-        logger.warning(
-            "the memory that the run needs could not be predicted: %s", lines[-1] if lines else "no answer"
-        )
+    try:
+        made = make_plan(config, gpu=find_gpu(f"memory={memory / 1e9},{_SPEED}"), ranks=ranks)
+    except (
+        Exception
+    ) as error:  # of any library or family: without a prediction, the run itself tells whether it fits
+        logger.warning("the memory that the run needs could not be predicted: %s", error)
         return
-    plan = json.loads(outcome.stdout)
-    facts = plan["facts"]
-    crowded = shared and facts["shared_fits"] is not None
-    if facts["shared_fits" if crowded else "fits"]:
+    peak, crowded = max(made.memory.engine, made.memory.trainer), False
+    if shared and made.memory.shared is not None:
+        peak, crowded = made.memory.shared, True
+    if made.fits(peak):
         return
-    needed = facts["memory"]
-    peak = needed["shared"] if crowded else max(needed["engine"], *needed["phases"].values())
     told = [
-        _in_words(found)
-        for found in plan["findings"]
-        if found["level"] in ("serious", "warning") and (crowded or found["cause"] != SHARED)
+        _in_words(finding)
+        for finding in report_of(made).findings
+        if finding.level in ("serious", "warning") and (crowded or finding.cause != SHARED)
     ]
     shown = ["flowcorr", "plan", recipe, *map(redact_override, overrides)]
     shown += ["--ranks", str(ranks)] if ranks > 1 else []
@@ -108,7 +95,7 @@ def check_fit(recipe: str, overrides: Sequence[str], *, memory: float, ranks: in
     warnings.warn(f"{message} fragmentation. {advice}", UserWarning, stacklevel=2)
 
 
-def _in_words(finding: Mapping[str, str]) -> str:
+def _in_words(finding: Finding) -> str:
     """A finding of a plan with its remedy, and the overrides that carry it out."""
-    overrides = as_overrides(finding["keys"])
-    return ": ".join(filter(None, (finding["sentence"], finding["remedy"], overrides and f"`{overrides}`")))
+    overrides = as_overrides(finding.keys)
+    return ": ".join(filter(None, (finding.sentence, finding.remedy, overrides and f"`{overrides}`")))

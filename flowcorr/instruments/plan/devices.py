@@ -145,16 +145,6 @@ LINK = 0.8
 """The share of a link's bandwidth that collectives reach."""
 
 
-def known_gpu(name: str, memory: float) -> Gpu | None:
-    """The GPU whose chip, memory and, where there are several, board are those of a device that torch names so."""
-    plain = name.lower().replace(" ", "")
-    found = [
-        gpu for gpu in GPUS.values() if gpu.name.split("-")[0] in plain and abs(gpu.memory / memory - 1) < 0.1
-    ]
-    of_board = [gpu for gpu in found if gpu.name.split("-")[-1] in plain]
-    return next(iter(of_board or found), None)
-
-
 def find_gpu(text: str) -> Gpu:
     """The GPU of this name, or one given by numbers as in `CUSTOM`; those of `OPTIONAL` may be left out.
 

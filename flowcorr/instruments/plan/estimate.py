@@ -14,7 +14,7 @@ from flowcorr.config.schema import Config
 from flowcorr.errors import ConfigError
 from flowcorr.instruments.plan.answers import MARGIN, Memory, Phase, Plan
 from flowcorr.instruments.plan.devices import ADAPTED, COMPILED, DECODING, EAGER, LINK, Gpu, Speed
-from flowcorr.instruments.plan.sharding import sharded
+from flowcorr.instruments.plan.sharding import of_rank
 from flowcorr.instruments.plan.traces import Traces, engine_layers, sampled_together, trace, wraps_adapters
 from flowcorr.instruments.plan.tracing import Work
 from flowcorr.instruments.plan.training import Training, one_optimizer_step
@@ -91,9 +91,7 @@ class _Rank:
 
     def __init__(self, traces: Traces, config: Config, ranks: int) -> None:
         self.traces, self.config, self.ranks = traces, config, ranks
-        self.training: Training = traces.training
-        if shards_weights(config, ranks):
-            self.training = sharded(traces.training, config, ranks)
+        self.training: Training = of_rank(traces.training, config, ranks)
         self.prompts = math.ceil(config.rollout.prompts_per_step / ranks)
         self.images = self.prompts * config.rollout.n
         self.mini_batches = min(config.actor.mini_batches, self.prompts)
@@ -124,8 +122,8 @@ class _Rank:
         )
         idle = resident + self.images * training.sample
         fixed = idle + self.mini_batch * training.sample + training.gradients
-        in_pass = fixed + training.gathered + training.backward.copies
-        a_sample = (training.backward.peak - training.backward.copies) / traces.micro_batch
+        in_pass = fixed + training.gathered
+        a_sample = training.backward.peak / traces.micro_batch
         step = 0.0 if self.in_8_bits else training.step.peak
         merged = 3 * 4 * training.largest if self.own_engine and not self._sends_adapter else 0.0
         phases = {

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from flowcorr.config.schema import ModelConfig
 from flowcorr.instruments.plan.architecture import TRACED, Architecture, Kind, of_all
-from flowcorr.instruments.plan.tracing import Tracer
 from flowcorr.models import ModelFamily, quiet_loaders, resolve_family
 from flowcorr.models.quantized import quantize_blocks
 
@@ -26,11 +24,9 @@ def on_meta() -> Iterator[None]:
         yield
 
 
-class Places(Protocol):
-    """Gives the weights of modules on torch's `meta` device a place, as a tracer does."""
-
-    def place(self, module: nn.Module, dtype: torch.dtype) -> None:
-        """Replace the module's parameters and buffers."""
+def cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Give a module's weights and floating-point buffers a dtype, but the scales of quantized layers."""
+    nn.Module.to(module, dtype)  # that of diffusers warns whenever it is given a dtype
 
 
 def family_class(architecture: Architecture, model: ModelConfig) -> type[ModelFamily]:
@@ -45,9 +41,9 @@ def family_class(architecture: Architecture, model: ModelConfig) -> type[ModelFa
 def build_family(
     architecture: Architecture,
     model: ModelConfig,
-    tracer: Places,
     *,
     dtype: torch.dtype,
+    place: Callable[[nn.Module, torch.dtype], None] = cast,
     empty: Callable[[], AbstractContextManager[Any]] = on_meta,
 ) -> ModelFamily:
     """The family's adapter around a pipeline without values, text encoders and tokenizers; its VAE is not placed.
@@ -55,8 +51,8 @@ def build_family(
     Args:
         architecture: see `find_architecture`.
         model: the section `model` of the configuration.
-        tracer: places the transformer's weights; inside its context.
         dtype: the dtype of the weights.
+        place: gives the transformer's weights, on torch's `meta` device, a dtype and a place.
         empty: modules are built in this context.
 
     Raises:
@@ -66,36 +62,27 @@ def build_family(
 
     family = family_class(architecture, model)
     parts: dict[str, Any] = dict.fromkeys(_component_names(architecture))
-    with _disable_current_modes():
-        parts["scheduler"] = _class_of(architecture, "scheduler").from_config(
-            architecture.configs["scheduler"]
-        )
-    with _disable_current_modes(), empty():
+    parts["scheduler"] = _class_of(architecture, "scheduler").from_config(architecture.configs["scheduler"])
+    with empty():
         for name in ("transformer", "vae"):
             parts[name] = _new(architecture, name)
-    with _disable_current_modes():
-        if model.quantization != "none":
-            quantize_blocks(parts["transformer"], model.quantization)
-    if model.lora.rank:
-        _place_with_adapter(parts["transformer"], tracer, dtype)
-    else:
-        tracer.place(parts["transformer"], dtype)
+    if model.quantization != "none":
+        quantize_blocks(parts["transformer"], model.quantization)
+    place(parts["transformer"], dtype)
     with quiet_loaders():
         pipeline = getattr(diffusers, architecture.model_index["_class_name"])(**parts)
     return family(pipeline, dtype=dtype, max_sequence_length=model.max_sequence_length)
 
 
 def build_component(
-    architecture: Architecture, name: str, tracer: Tracer, dtype: torch.dtype
-) -> tuple[Any, float]:
-    """One component without values, of few blocks that count as all, frozen and in evaluation mode; and its bytes."""
-    with _disable_current_modes(), on_meta():
+    architecture: Architecture, name: str, dtype: torch.dtype
+) -> tuple[Any, list[Kind], float]:
+    """One component without values and with few blocks, frozen and in evaluation mode; its blocks; and its bytes."""
+    with on_meta():
         module = _new(architecture, name)
         kinds = _shortened(module)
-    tracer.place(module, dtype)
-    for blocks, depth in kinds:
-        tracer.repeat(blocks, depth)
-    return module, of_all(module, kinds, nbytes)
+    cast(module, dtype)
+    return module, kinds, of_all(module, kinds, nbytes)
 
 
 def nbytes(module: nn.Module) -> float:
@@ -125,18 +112,6 @@ def _new(architecture: Architecture, name: str) -> Any:
         module = kind(kind.config_class.from_dict(dict(config)))
         module.tie_weights()  # its constructor leaves that out where no weights are drawn
     return module.requires_grad_(False).eval()
-
-
-def _place_with_adapter(transformer: Any, tracer: Places, dtype: torch.dtype) -> None:
-    """Let `add_adapter` place `transformer` afterwards, because peft cannot add layers to tensors without values."""
-    add_adapter = transformer.add_adapter
-
-    def add_and_place(*args: Any, **kwargs: Any) -> None:
-        with _disable_current_modes(), on_meta():
-            add_adapter(*args, **kwargs)
-        tracer.place(transformer, dtype)
-
-    transformer.add_adapter = add_and_place
 
 
 def _class_of(architecture: Architecture, name: str) -> Any:

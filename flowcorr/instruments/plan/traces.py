@@ -90,7 +90,7 @@ def trace(config: Config, ranks: int = 1) -> Traces:
     config = replace(config, rollout=replace(config.rollout, prompts_per_step=groups))
     reward = config.reward
     in_trainer = () if reward.placement == "ray" else reward.step_terms
-    training, sampling = _transformer(computed(config, ranks), architecture)
+    training, sampling = _transformer(computed(config), architecture)
     evaluated = _evaluated(config)
     alike = evaluated.sampling == config.sampling
     sampled = sampled_together(config, groups * config.rollout.n)
@@ -106,7 +106,7 @@ def trace(config: Config, ranks: int = 1) -> Traces:
         sampling=sampling,
         text=trace_text_encoders(config, architecture, encoded, prompts=min(count, chunk)),
         decoder=decoder,
-        evaluation=training.recompute if alike else trace_pass(computed(evaluated, ranks), architecture).work,
+        evaluation=training.recompute if alike else trace_pass(computed(evaluated), architecture).work,
         evaluation_decoder=evaluation_decoder,
         num_heldout=len(data.heldout),
         rewards=_models(in_trainer),
@@ -163,7 +163,7 @@ def _transformer(config: Config, architecture: Architecture) -> tuple[Training, 
     """Its training, and the engine's pass: often the trainer's own, but for the adapter."""
     layers = engine_layers(config)
     as_trained = config.model.quantization == "none" or samples_codes(config)
-    if config.model.dtype == config.rollout.dtype and not config.actor.autocast and as_trained:
+    if config.model.dtype == config.rollout.dtype and as_trained:
         training = trace_training(config, architecture, layers)
         return training, training.sampling
     return trace_training(config, architecture), engine_pass(config, architecture, layers).work

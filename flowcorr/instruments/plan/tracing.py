@@ -1,52 +1,38 @@
-"""Runs real code on tensors without values, and counts the memory and arithmetic that it would take.
+"""Counts the memory and arithmetic of real code on torch's `meta` device, where tensors have a layout and no values.
 
-The tensors are those of a CPU, and have a layout only, so a model of any size fits a laptop. Their attention stores no
-scores, as on a GPU; what a GPU's kernels need beside their results is added. Blocks that are alike are built three
-times, and counted as often as the real model has them. Operations on known numbers alone are computed, not counted.
+A model of any size fits a laptop there. Attention stores no scores, as on a GPU, and memory that a GPU's kernels take
+beside their results is added. Blocks that are alike are built three times, and counted as often as the real model has
+them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
-from flowcorr.algorithm import noise_floor
 from flowcorr.errors import BackendError
-from flowcorr.instruments.plan.valueless import (
-    Layout,
-    Valueless,
-    compute,
-    has_values,
-    make,
-    signature,
-    storage,
-    tensors,
-)
-from flowcorr.models.quantized import QuantizedLinear
+from flowcorr.instruments.plan.architecture import Kind
 
 ALLOCATION = 512
 """torch's CUDA allocator rounds up to multiples of so many bytes."""
 
 _aten = torch.ops.aten
-_FREE = frozenset({
-    "detach", "empty", "empty_strided", "empty_like", "new_empty", "empty_permuted", "_unsafe_view", "lift_fresh",
-})  # fmt: skip
-_FLOPS = {  # torch lists neither its attention on CPUs, which counts as that on GPUs, nor products in place
+_EMPTY = (_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.empty_permuted)
+_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu  # of torch's fused ones, the one with any mask
+_FLOPS = {  # torch lists neither this attention, which counts as that on GPUs, nor products in place
     **flop_registry,
     _aten.addmm_: flop_registry[_aten.addmm],
-    _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
+    _ATTENTION: sdpa_flop,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
 }
 
@@ -57,14 +43,12 @@ class Work:
 
     Attributes:
         peak: bytes above those at the beginning.
-        copies: bytes at this peak of autocast's copies of weights, which do not grow with the rows of a pass.
         flops: floating point operations of matrix products, convolutions and attention.
         moved: bytes that all operations read and write.
         kernels: operations launched.
     """
 
     peak: float = 0.0
-    copies: float = 0.0
     flops: float = 0.0
     moved: float = 0.0
     kernels: float = 0.0
@@ -83,221 +67,166 @@ class Work:
         )
 
 
+@dataclass(slots=True)
 class Section:
-    """Counts of one part of the program; `work` has them when it has ended."""
+    """One part of the program; `work` is counted when it has ended."""
 
-    def __init__(self) -> None:
-        self.before = self.peak = self.after = 0.0
-        self.copies = self.held = 0.0
-        self.flops = self.moved = self.kernels = 0.0
-
-    @property
-    def work(self) -> Work:
-        return Work(
-            peak=self.peak - self.before,
-            copies=self.copies,
-            flops=self.flops,
-            moved=self.moved,
-            kernels=self.kernels,
-        )
+    work: Work = field(default_factory=Work)
 
 
-class Tracer:
-    """A context in which tensors have no values, and operations are counted.
+@contextlib.contextmanager
+def tracing(kinds: Iterable[Kind] = ()) -> Iterator[Tracer]:
+    """Count the operations of the body on tensors of the `meta` device, with fused attention.
 
-    Where the program reads a value it gets 1, or `True`, but of `any` and of a negation `False`: checks hold. So a mask
-    selects everything, its negation `~mask` nothing, and `unique` finds one value.
+    A mask selects everything there, and a number that the program reads is 1, or `True`.
+
+    Args:
+        kinds: blocks that count as often as the real model has them; each model is traced in one context.
+    """
+    plain = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = _fused(plain)
+    try:
+        with Tracer() as tracer:
+            for blocks, depth in kinds:
+                tracer.repeat(blocks, depth)
+            yield tracer
+    finally:
+        functional.scaled_dot_product_attention = plain
+
+
+class Tracer(TorchDispatchMode):
+    """Counts operations on tensors of the `meta` device; see `tracing`.
 
     Attributes:
-        allocated: bytes of live tensors.
+        allocated: bytes of live tensors that operations made.
+        peak: the most of them since the beginning of the section.
     """
 
     def __init__(self) -> None:
-        self.allocated = self.copies = 0.0
+        super().__init__()
+        self.allocated = self.peak = 0.0
+        self._flops = self._moved = self._kernels = 0.0
+        self._live: dict[weakref.ref[torch.UntypedStorage], int] = {}
+        self._known: dict[Any, _Operation] = {}
         self._times = 1
-        self._keeps_copies = False
-        self._section = Section()
-        self._sizes: dict[int, int] = {}
-        self._counting = _Counting(self)
-
-    def __enter__(self) -> Tracer:
-        self._counting.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._counting.__exit__(*error)
-        for cached in (noise_floor.edges, noise_floor.interval_ranks):
-            cached.cache_clear()  # of results without values
+        self._in_backward = False
+        self._held = 0.0
 
     @contextlib.contextmanager
-    def section(self, section: Section | None = None) -> Iterator[Section]:
-        """Count the operations of the body, in a new section or in one that is given."""
-        section = section or Section()
-        section.before = section.peak = self.allocated
-        outer, self._section = self._section, section
-        try:
-            yield section
-        finally:
-            self.allocated -= section.held
-            section.after = self.allocated
-            self._section = outer
+    def section(self) -> Iterator[Section]:
+        """Count the operations of the body."""
+        section = Section()
+        begun = self.peak = self.allocated
+        self._flops = self._moved = self._kernels = self._held = 0.0
+        yield section
+        self.allocated -= self._held
+        section.work = Work(
+            peak=self.peak - begun, flops=self._flops, moved=self._moved, kernels=self._kernels
+        )
 
-    def place(self, module: nn.Module, dtype: torch.dtype) -> None:
-        """Replace a module's parameters and buffers by tensors without values; a parameter in two places stays one.
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of a loss; each gradient of a parameter is freed when it is complete."""
+        self._in_backward = True
+        torch.autograd.backward(loss)
+        self._in_backward = False
 
-        Args:
-            module: a module on torch's `meta` device.
-            dtype: the dtype of its floating-point tensors.
-        """
-        parameters: dict[nn.Parameter, nn.Parameter] = {}
-
-        def placed(tensor: Tensor, keeps_dtype: bool = False) -> Tensor:
-            cast = tensor.is_floating_point() and not keeps_dtype
-            return torch.empty(tensor.shape, dtype=dtype if cast else tensor.dtype)
-
-        for part in module.modules():
-            for name, parameter in part._parameters.items():
-                if parameter is not None:
-                    if parameter not in parameters:
-                        parameters[parameter] = nn.Parameter(placed(parameter), parameter.requires_grad)
-                    part._parameters[name] = parameters[parameter]
-            for name, buffer in part._buffers.items():
-                if buffer is not None:
-                    part._buffers[name] = placed(buffer, isinstance(part, QuantizedLinear))
+    def hold(self, size: float) -> None:
+        """Count so many bytes more, or less, from now on."""
+        self.allocated += size
+        self.peak = max(self.peak, self.allocated)
 
     def repeat(self, blocks: Sequence[nn.Module], depth: int) -> None:
         """Count the middle one of `blocks`, which run one after the other, as often as `depth` has more than these.
 
         Its arithmetic counts that often, forwards and backwards. The bytes that are held from its beginning to that of
-        the last block are counted for all, from there until its backward pass has ended.
+        the last block are counted for all, from there until its backward pass has ended, or the section.
         """
         more = depth - len(blocks)
         if more <= 0:
             return
         middle, last = blocks[-2:]
-        state: dict[str, Any] = {}
+        begun, inputs = 0.0, list[Tensor]()
+
+        def count(times: int) -> None:
+            self._times = times
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if not _in_backward():
-                self._times = 1 + more
-                self._keeps_copies = torch.is_autocast_enabled("cpu")  # until autocast ends
-                state.update(begun=self.allocated, copied=self.copies, outer=self.new_peak(0.0))
+            nonlocal begun
+            if not self._in_backward:  # in which checkpointing computes blocks again
+                begun = self.allocated
+                count(1 + more)
 
         def end(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
-            if _in_backward():
-                return
-            self._times = 1
-            state["highest"] = self.new_peak(state["outer"])
-            state["graph"] = _with_gradient((args, kwargs)), _with_gradient(outputs)
+            nonlocal inputs
+            if not self._in_backward:
+                count(1)
+                inputs = _with_gradient((*args, *kwargs.values()))
+                made = _with_gradient((outputs,))
+                if made:
+                    register_multi_grad_hook(made, lambda gradient: count(1 + more), mode="any")
 
         def hold(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if _in_backward():
+            nonlocal inputs
+            if self._in_backward:
                 return
-            held = more * (self.allocated - self.copies - state["begun"] + state["copied"])
-            self._section.peak = max(self._section.peak, state["highest"] + held)
-            inputs, outputs = state.pop("graph")
+            held = more * (self.allocated - begun)
             self.hold(held)
-            if not outputs:
-                self._section.held += held
-                return
 
-            def begin_backward(gradients: Any) -> None:
-                self._times = 1 + more
-                torch.autograd.Variable._execution_engine.queue_callback(end_backward)
-
-            ended: list[bool] = []
-
-            def end_backward(gradients: Any = None) -> None:
-                if not ended:
-                    ended.append(True)
-                    self._times = 1
-                    self.hold(-held)
+            def end_backward(gradient: Tensor) -> None:
+                count(1)
+                self.hold(-held)
 
             # The engine computes a block's nodes before any of the block before it.
-            register_multi_grad_hook(outputs, begin_backward, mode="any")
             if inputs:
                 register_multi_grad_hook(inputs, end_backward, mode="any")
+            else:
+                self._held += held
+            inputs = []
 
         middle.register_forward_pre_hook(begin, with_kwargs=True)
         middle.register_forward_hook(end, with_kwargs=True)
         last.register_forward_pre_hook(hold, with_kwargs=True)
 
-    def new_peak(self, least: float) -> float:
-        """The section's peak so far, which begins anew at `least` or at the live tensors."""
-        section = self._section
-        before, section.peak = section.peak, max(section.peak if least else 0.0, least, self.allocated)
-        return before
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # torch computes many a layout on `meta` in Python: those of blocks that are alike are computed once.
+        key = func, _signature(args), _signature(kwargs.items())
+        operation = self._known.get(key)
+        if operation is None or operation.makes is None:
+            results = _compute(func, args, kwargs)
+        else:
+            results = _make(operation.makes)
+        if operation is None:
+            operation = self._known[key] = _operation(func, args, kwargs, results)
+        if operation.makes is not None:
+            for tensor in _tensors((results,)):
+                self._allocate(tensor.untyped_storage())
+        self.peak = max(self.peak, self.allocated + operation.workspace)
+        self._flops += self._times * operation.flops
+        self._moved += self._times * operation.moved
+        self._kernels += self._times * operation.kernels
+        return results
 
-    def pass_by(self, size: float) -> None:
-        """Count so many bytes that an operation takes while it computes."""
-        self.hold(size)
-        self.hold(-size)
-
-    def hold(self, size: float) -> None:
-        """Count so many bytes more, or less, from now on."""
-        self.allocated += size
-        self._note_peak()
-
-    @contextlib.contextmanager
-    def leaving_out_gradients(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Leave gradients of these parameters out of `allocated`: all are there from the second micro-batch on."""
-
-        def leave_out(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            key = storage(parameter.grad)._cdata
-            self.allocated -= self._sizes[key]
-            self._sizes[key] = 0
-
-        handles = [
-            parameter.register_post_accumulate_grad_hook(leave_out)
-            for parameter in parameters
-            if parameter.requires_grad
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    # Called by `_Counting` ---------------------------------------------------------------------------------
-
-    def _allocate(self, tensor: Tensor, *, is_copy: bool) -> None:
-        memory = storage(tensor)
-        key = memory._cdata
-        if key in self._sizes:
-            return
+    def _allocate(self, memory: torch.UntypedStorage) -> None:
         size = -(-memory.nbytes() // ALLOCATION) * ALLOCATION
-        if is_copy and self._keeps_copies and not _in_backward():
-            size *= self._times
-        self._sizes[key] = size
-        weakref.finalize(memory, self._release, key, is_copy)
-        self.allocated += size
-        if is_copy:
-            self.copies += size
-        self._note_peak()
+        self._live[weakref.ref(memory, self._release)] = size
+        self.hold(size)
 
-    def _release(self, key: int, is_copy: bool) -> None:
-        size = self._sizes.pop(key, 0)
-        self.allocated -= size
-        if is_copy:
-            self.copies -= size
+    def _release(self, memory: weakref.ref[torch.UntypedStorage]) -> None:
+        self.allocated -= self._live.pop(memory)
 
-    def _note_peak(self) -> None:
-        if self.allocated > self._section.peak:
-            self._section.peak, self._section.copies = self.allocated, self.copies
 
-    def _run(self, operation: _Operation) -> None:
-        if operation.workspace:
-            self.pass_by(operation.workspace)
-        section, times = self._section, self._times
-        section.flops += times * operation.flops
-        section.moved += times * operation.moved
-        section.kernels += times * operation.kernels
+class _Layout(NamedTuple):
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Operation:
-    """An operation on arguments of given layouts.
+    """An operation on arguments of given layouts; one on known numbers alone counts nothing.
 
     Attributes:
         makes: the layouts of its results; None where they share memory with the arguments.
@@ -305,98 +234,89 @@ class _Operation:
         flops, moved, kernels: see `Work`.
     """
 
-    makes: Any
-    workspace: float
-    flops: float
-    moved: float
-    kernels: int
+    makes: Any = None
+    workspace: float = 0.0
+    flops: float = 0.0
+    moved: float = 0.0
+    kernels: int = 0
 
 
-class _Counting(TorchDispatchMode):
-    """Counts each operation, and makes up results that depend on values."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
-        self.tracer = tracer
-        self._known: dict[Any, _Operation] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
-        key = func, signature(args), signature(kwargs.items())
-        operation = self._known.get(key)
-        if operation is None:
-            inputs = tensors((args, kwargs.values()))
-            if inputs and all(map(has_values, inputs)):
-                return func(*args, **kwargs)
-            if name in _BY_VALUES:
-                return _BY_VALUES[name](*args)
-            if name == "index" and any(
-                isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1]
-            ):
-                (mask,) = args[1]  # as if it were true everywhere
-                return args[0].flatten(0, mask.dim() - 1).clone()
-            results = compute(func, args, kwargs)
-            operation = self._known[key] = _operation(func, args, kwargs, inputs, results)
-        elif operation.makes is None:
-            results = compute(func, args, kwargs)
-        else:
-            results = make(operation.makes)
-        if name in ("any", "bitwise_not"):
-            results.truth = False
-        is_copy = name == "_to_copy" and isinstance(args[0], nn.Parameter)
-        for tensor in tensors((results,)):
-            self.tracer._allocate(tensor, is_copy=is_copy)
-        self.tracer._run(operation)
-        return results
-
-
-def _operation(func: Any, args: Any, kwargs: Any, inputs: list[Tensor], results: Any) -> _Operation:
-    outputs = tensors((results,))
-    held = {storage(tensor)._cdata for tensor in inputs}
-    is_new = bool(outputs) and held.isdisjoint(storage(tensor)._cdata for tensor in outputs)
+def _operation(func: Any, args: Any, kwargs: Mapping[str, Any], results: Any) -> _Operation:
+    inputs, outputs = _tensors((*args, *kwargs.values())), _tensors((results,))
+    if not any(tensor.is_meta for tensor in (*inputs, *outputs)):
+        return _Operation()
+    memory = {id(tensor.untyped_storage()) for tensor in inputs}
+    is_new = bool(outputs) and memory.isdisjoint(id(tensor.untyped_storage()) for tensor in outputs)
+    written = {id(tensor) for tensor in inputs}
+    is_view = bool(outputs) and not is_new and written.isdisjoint(map(id, outputs))
     packet = func.overloadpacket
-    computes = packet.__name__ not in _FREE and not _is_view(func)
+    computes = not is_view and packet not in _EMPTY
     return _Operation(
-        makes=Layout.of(results) if is_new else None,
+        makes=_layouts(results) if is_new else None,
         workspace=_workspace(packet, args, kwargs),
-        flops=_FLOPS[packet](*args, **kwargs, out_val=results) if computes and packet in _FLOPS else 0.0,
+        flops=_FLOPS[packet](*args, **kwargs, out_val=results) if packet in _FLOPS else 0.0,
         moved=sum(map(_touched, (*inputs, *outputs))) if computes else 0.0,
         kernels=int(computes),
     )
 
 
-def _number(tensor: Valueless) -> bool | float | int:
-    if tensor.dtype == torch.bool:
-        return tensor.truth
-    return 1.0 if tensor.is_floating_point() else 1
+def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The results of an operation on `meta`; values that it depends on are 1."""
+    packet = func.overloadpacket
+    if packet is _aten._local_scalar_dense and args[0].is_meta:
+        return torch.ones((), dtype=args[0].dtype).item()
+    if packet is _aten.nonzero and args[0].is_meta:
+        return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.long)
+    if packet is _aten.index and args[0].is_meta:
+        return func(args[0], _everywhere(args[1]))
+    try:
+        return func(*args, **kwargs)
+    except NotImplementedError as error:
+        raise BackendError(
+            f"flowcorr plan cannot follow torch.{packet.__name__}: the shape of its result depends on values"
+        ) from error
 
 
-def _nonzero(mask: Valueless) -> Tensor:
-    return make(Layout((mask.numel() if mask.truth else 0, mask.dim()), (1, 1), torch.long))
+def _everywhere(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Indices in which a mask selects all places."""
+    found: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype == torch.bool:
+            found += [index.new_empty(index.numel(), dtype=torch.long)] * index.dim()
+        else:
+            found.append(index)
+    return found
 
 
-def _unique(tensor: Valueless, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    one = Layout((1,), (1,), torch.long)
-    return make((one._replace(dtype=tensor.dtype), Layout.of(tensor)._replace(dtype=torch.long), one))
+def _fused(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Attention that stores no scores, in place of torch's `plain` one, which does so on `meta`."""
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if not query.is_meta or query.dim() != 4:
+            return plain(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        if enable_gqa:
+            heads = query.shape[1]
+            key, value = (side.repeat_interleave(heads // side.shape[1], 1) for side in (key, value))
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.where(attn_mask, 0.0, -torch.inf).to(query.dtype)
+        made = _ATTENTION(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+        return made[0]
+
+    return attention
 
 
-def _not_followed(name: str, *_: Any) -> None:
-    raise BackendError(f"flowcorr plan cannot follow torch.{name}: the shape of its result depends on values")
-
-
-_BY_VALUES: dict[str, Callable[..., Any]] = {
-    "_local_scalar_dense": _number,
-    "nonzero": _nonzero,
-    "_unique2": _unique,
-    **{name: partial(_not_followed, name) for name in ("unique_dim", "unique_consecutive", "masked_select")},
-}
-"""What operations return whose results depend on values."""
-
-
-def _workspace(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+def _workspace(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
     """Bytes that a GPU's kernel takes beside its inputs and outputs.
 
     A convolution turns the channels of its input to the end. Attention under a mask whose rows are not contiguous, as
@@ -406,24 +326,52 @@ def _workspace(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fl
     if packet is _aten.convolution:
         return args[0].nbytes
     mask = kwargs.get("attn_mask")
-    if (
-        packet is _aten._scaled_dot_product_flash_attention_for_cpu
-        and mask is not None
-        and mask.stride(-1) != 1
-    ):
+    if packet is _ATTENTION and mask is not None and mask.stride(-1) != 1:
         query, key, value = args[:3]
         scores = query.numel() // query.shape[-1] * key.shape[-2]
         return 4 * (2 * scores + query.numel() + key.numel() + value.numel())
     return 0.0
 
 
-def _in_backward() -> bool:
-    """Whether a backward pass computes now, in which activation checkpointing computes blocks again."""
-    return torch._C._current_graph_task_id() >= 0
+def _signature(values: Iterable[Any]) -> tuple[Any, ...]:
+    """What an operation's arguments tell of its results: layouts of tensors, and other values with their types."""
+    return tuple([
+        (value.shape, value.stride(), value.dtype, value.is_meta)
+        if isinstance(value, Tensor)
+        else _signature(value)
+        if isinstance(value, (list, tuple))
+        else (type(value), value)
+        for value in values
+    ])  # fmt: skip
 
 
-def _with_gradient(values: Any) -> list[Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, Tensor) and value.requires_grad]
+def _layouts(results: Any) -> Any:
+    """The layouts of an operation's results, in place of the tensors."""
+    if isinstance(results, Tensor):
+        return _Layout(results.shape, results.stride(), results.dtype)
+    return type(results)(map(_layouts, results)) if isinstance(results, (list, tuple)) else results
+
+
+def _make(layouts: Any) -> Any:
+    """New tensors in place of their layouts."""
+    if isinstance(layouts, _Layout):
+        return torch.empty_strided(layouts.shape, layouts.strides, dtype=layouts.dtype, device="meta")
+    return type(layouts)(map(_make, layouts)) if isinstance(layouts, (list, tuple)) else layouts
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among values, also those in nested sequences."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return found
+
+
+def _with_gradient(values: Iterable[Any]) -> list[Tensor]:
+    return [tensor for tensor in _tensors(values) if tensor.requires_grad]
 
 
 def _touched(tensor: Tensor) -> int:
@@ -432,10 +380,3 @@ def _touched(tensor: Tensor) -> int:
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= size if stride else 1
     return count
-
-
-@functools.cache
-def _is_view(func: Any) -> bool:
-    return any(
-        value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns
-    )

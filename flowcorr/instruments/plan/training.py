@@ -12,17 +12,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flowcorr.actor import DiffusionActor
 from flowcorr.actor.adamw import BLOCK, SMALLEST
 from flowcorr.actor.passes import passes_of
 from flowcorr.algorithm import AutoMode, needs_old_means, needs_rollout_means
+from flowcorr.algorithm.apply import sees_windows
 from flowcorr.config.schema import Config
-from flowcorr.instruments.plan.architecture import Architecture
-from flowcorr.instruments.plan.pipelines import build_family, nbytes
+from flowcorr.instruments.plan.architecture import Architecture, Kind
+from flowcorr.instruments.plan.pipelines import build_family, nbytes, on_meta
 from flowcorr.instruments.plan.text_inputs import text_inputs
-from flowcorr.instruments.plan.tracing import Section, Tracer, Work
+from flowcorr.instruments.plan.tracing import Work, tracing
 from flowcorr.lora import ADAPTER
 from flowcorr.models import DTYPES, ModelFamily, check_attention
 from flowcorr.models.base import repeated_blocks
@@ -32,6 +32,10 @@ from flowcorr.records import ActorBatch, Rollout, Window
 
 Layers = Literal["own", "beside", "merged"]
 """How a forward pass computes an adapter: as the trainer, as vllm-omni's layers beside the weights, or not at all."""
+
+
+LOSS = Work(peak=160e3, kernels=400)
+"""The loss of a micro-batch and its statistics, which are not traced: hundreds of operations on a few numbers each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +63,8 @@ class Training:
         sampling: the same as the rollout engine computes it.
         backward: forward and backward pass of one micro-batch, beside gradients, weights and moments.
         step: the optimizer's step, beside the same.
-        copied: bytes at the peak of `backward` that do not grow with the micro-batch.
-        gathered: bytes that exist only while FSDP gathers such parts and reduces their gradients; 0 without it.
+        gathered, gathered_forward: bytes of weights in `backward` and in `recompute` that exist only there: parts that
+            FSDP gathers and gradients that it reduces, or autocast's copies.
         sent, sent_forward: bytes that each rank sends to the others, in `backward` and in `recompute`.
     """
 
@@ -90,38 +94,28 @@ class Training:
 def trace_training(config: Config, architecture: Architecture, layers: Layers = "own") -> Training:
     """Trace one update of one micro-batch; `layers` are those of the engine, if its dtype is the trainer's."""
     config = one_optimizer_step(config)
+    actor, batch = build_actor(config, architecture)
+    transformer = actor.weights.transformer
     adapted = config.model.lora.rank > 0
-    with Tracer() as tracer:
-        family, actor = load_actor(config, architecture, tracer)
-        transformer = family.transformer
-        batch = actor_batch(config, architecture, family, passes_of(config).samples)
+    rollout, passes = _one_pass(batch, config)
+    whole_windows = sees_windows(config.actor, AutoMode.of(config).correction)
+    unit, units = (batch.rollout, 1) if whole_windows else (rollout, passes)
+    with tracing(_kinds(actor, architecture)) as tracer:
         with tracer.section() as recompute:
-            recompute_log_probs(actor, batch)
+            recompute_log_probs(actor, rollout)
         sampling = recompute
         if adapted and layers != "own":
             with computing(transformer, layers), tracer.section() as sampling:
-                recompute_log_probs(actor, batch)
-        for group in actor.optimizer.adamw.inner.param_groups:
-            group["foreach"] = True  # as torch chooses on a GPU
-        trained = list(actor.weights.parameters.values())
-        with tracer.leaving_out_gradients(trained), _split_at_optimizer(tracer) as (backward, step):
-            update(actor, batch)
-        states = actor.optimizer.adamw.inner.state
+                recompute_log_probs(actor, rollout)
+        with tracer.section() as backward:
+            actor.scorer.reference_means(unit)
+            tracer.backward(actor.score(unit).log_probs.sum())
 
-        def whole(measure: Callable[[nn.Module], float]) -> float:
-            return architecture.whole(transformer, measure)
+    def whole(measure: Callable[[nn.Module], float]) -> float:
+        return architecture.whole(transformer, measure)
 
-        def gradient_bytes(module: nn.Module) -> float:
-            return sum(weight.nbytes for weight in module.parameters() if weight.grad is not None)
-
-        def moment_bytes(module: nn.Module) -> float:
-            found = [value for weight in module.parameters() for value in states.get(weight, {}).values()]
-            return sum(value.nbytes for value in found if value.dim())
-
-        gradients = whole(gradient_bytes)
-        grown = gradients / gradient_bytes(transformer)
-        stepped = replace(step.work.times(grown), peak=grown * (step.work.peak - moment_bytes(transformer)))
-    adapter = whole(_trained_bytes) if adapted else 0
+    gradients = whole(_trained_bytes)
+    adapter = gradients if adapted else 0.0
     prompt = sum(rows.nbytes for rows in batch.rollout.conditioning.values())
     return Training(
         transformer=whole(nbytes) - adapter,
@@ -130,26 +124,60 @@ def trace_training(config: Config, architecture: Architecture, layers: Layers = 
         part=_largest_part(architecture, transformer),
         adapter=adapter,
         gradients=gradients,
-        moments=whole(moment_bytes),
+        moments=2 * gradients,
         moments_8bit=whole(_moments_8bit),
         sample=_batch_bytes(batch) / batch.rollout.num_samples + prompt / config.rollout.n,
-        recompute=recompute.work,
-        sampling=sampling.work,
-        # A further micro-batch finds the losses of this one.
-        backward=replace(backward.work, peak=backward.work.peak + backward.after - backward.before),
-        step=stepped,
+        recompute=recompute.work.times(passes),
+        sampling=sampling.work.times(passes),
+        backward=replace(backward.work.times(units).then(LOSS), peak=backward.work.peak + LOSS.peak),
+        step=_step(gradients),
     )
 
 
 def trace_pass(config: Config, architecture: Architecture, layers: Layers = "own") -> Pass:
     """Trace recomputing the old log-probs of one micro-batch."""
     config = one_optimizer_step(config)
-    with Tracer() as tracer:
-        family, actor = load_actor(config, architecture, tracer)
+    actor, batch = build_actor(config, architecture)
+    rollout, passes = _one_pass(batch, config)
+    transformer = actor.weights.transformer
+    kinds = _kinds(actor, architecture)
+    with tracing(kinds) as tracer, computing(transformer, layers), tracer.section() as section:
+        recompute_log_probs(actor, rollout)
+    return Pass(weights=architecture.whole(transformer, nbytes), work=section.work.times(passes))
+
+
+def build_actor(config: Config, architecture: Architecture) -> tuple[DiffusionActor, ActorBatch]:
+    """The actor without values, of few blocks, and a micro-batch."""
+    family = build_family(architecture.shallow, config.model, dtype=DTYPES[config.model.dtype])
+    check_attention(family.transformer, config.model.attention)
+    with on_meta():
+        actor = DiffusionActor(family, config)
         batch = actor_batch(config, architecture, family, passes_of(config).samples)
-        with computing(family.transformer, layers), tracer.section() as section:
-            recompute_log_probs(actor, batch)
-    return Pass(weights=architecture.whole(family.transformer, nbytes), work=section.work)
+    # Of gradients, which are all there from the second micro-batch on, the trace has none.
+    for parameter in actor.weights.parameters.values():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    return actor, batch
+
+
+def _kinds(actor: DiffusionActor, architecture: Architecture) -> list[Kind]:
+    """The blocks of the trained transformer and of its reference."""
+    transformers = dict.fromkeys((actor.weights.transformer, actor.weights.reference))
+    return [kind for transformer in transformers for kind in architecture.kinds(transformer)]
+
+
+def _one_pass(batch: ActorBatch, config: Config) -> tuple[Rollout, int]:
+    """The rollout of one forward pass of a micro-batch, and the number of these passes, which are alike."""
+    if passes_of(config).folded:
+        return batch.rollout, 1
+    return batch.rollout.step(0), config.sampling.sde_window_size
+
+
+def _step(gradients: float) -> Work:
+    """A step of torch's AdamW on lists of tensors, as it does on a GPU, with so many bytes of gradients.
+
+    Its ten operations read weights, gradients and moments 14 times. The root of the second moments is beside them.
+    """
+    return Work(peak=gradients, moved=14 * gradients, kernels=10)
 
 
 @contextlib.contextmanager
@@ -176,30 +204,9 @@ def computing(transformer: Any, layers: Layers) -> Iterator[None]:
                 del layer.forward
 
 
-# The actor's entry points ----------------------------------------------------------------------------------
-
-
-def load_actor(
-    config: Config, architecture: Architecture, tracer: Tracer
-) -> tuple[ModelFamily, DiffusionActor]:
-    """The model family and its actor, of few blocks that count as all."""
-    family = build_family(architecture.shallow, config.model, tracer, dtype=DTYPES[config.model.dtype])
-    check_attention(family.transformer, config.model.attention)
-    actor = DiffusionActor(family, config)
-    for transformer in dict.fromkeys((family.transformer, actor.weights.reference)):
-        for blocks, depth in architecture.kinds(transformer):
-            tracer.repeat(blocks, depth)
-    return family, actor
-
-
-def recompute_log_probs(actor: DiffusionActor, batch: ActorBatch) -> None:
+def recompute_log_probs(actor: DiffusionActor, rollout: Rollout) -> None:
     """Recompute the old log-probs, as decoupled mode does."""
-    actor.log_probs(batch.rollout, with_means=needs_old_means(actor.config))
-
-
-def update(actor: DiffusionActor, batch: ActorBatch) -> None:
-    """One optimizer step on the whole batch."""
-    actor.update(batch, AutoMode.of(actor.config).correction, training_step=1)
+    actor.log_probs(rollout, with_means=needs_old_means(actor.config))
 
 
 def actor_batch(config: Config, architecture: Architecture, family: ModelFamily, samples: int) -> ActorBatch:
@@ -270,29 +277,6 @@ def one_optimizer_step(config: Config) -> Config:
             prompts_per_step=1,
         ),
     )
-
-
-@contextlib.contextmanager
-def _split_at_optimizer(tracer: Tracer) -> Iterator[tuple[Section, Section]]:
-    """Two sections: up to `optimizer.step()`, and that step."""
-    entered = contextlib.ExitStack()
-    backward = entered.enter_context(tracer.section())
-    stepping = Section()
-
-    def split(*_: object) -> None:
-        entered.close()
-        entered.enter_context(tracer.section(stepping))
-
-    handles = (
-        register_optimizer_step_pre_hook(split),
-        register_optimizer_step_post_hook(lambda *_: entered.close()),
-    )
-    try:
-        yield backward, stepping
-    finally:
-        entered.close()
-        for handle in handles:
-            handle.remove()
 
 
 def _trained_bytes(module: nn.Module) -> float:

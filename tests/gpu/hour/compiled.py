@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flowcorr.actor.scoring import Scorer
-from flowcorr.instruments.plan.training import update
 from tests.gpu.hour import meter
-from tests.gpu.hour.families import build_actor, build_engine, correct, planned_config, sampled_batch
+from tests.gpu.hour.families import build_actor, build_engine, correct, planned_config, sampled_batch, update
 from tests.gpu.hour.parts import Hour, SkippedError
 from tests.gpu.hour.step import SAME_POLICY
 

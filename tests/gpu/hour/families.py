@@ -58,7 +58,7 @@ def planned_config(hour: Hour, family: str) -> tuple[Config, Architecture, dict[
 
 
 class RandomWeights:
-    """Puts modules on a device with random weights, drawn anew from one seed for each; see `Tracer.place`."""
+    """Puts modules on a device with random weights, drawn anew from one seed for each; see `build_family`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -87,10 +87,10 @@ def random_family(
     """A family around random weights, the same for every dtype but for its rounding."""
     from accelerate import init_empty_weights
 
-    weights: Any = RandomWeights(device)
+    weights = RandomWeights(device)
     empty = functools.partial(init_empty_weights, include_buffers=False)
     model = replace(config.model, lora=replace(config.model.lora, rank=0))
-    family = build_family(architecture, model, weights, dtype=dtype, empty=empty)
+    family = build_family(architecture, model, dtype=dtype, place=weights.place, empty=empty)
     weights.place(family.pipeline.vae, dtype)
     family.pipeline.set_progress_bar_config(disable=True)
     return family
@@ -182,3 +182,8 @@ def correct(actor: DiffusionActor, batch: ActorBatch) -> ActorBatch:
         batch, correction, actor_config=config.actor, num_steps=config.sampling.num_inference_steps
     )
     return corrected
+
+
+def update(actor: DiffusionActor, batch: ActorBatch) -> None:
+    """One optimizer step on the whole batch."""
+    actor.update(batch, AutoMode.of(actor.config).correction, training_step=1)

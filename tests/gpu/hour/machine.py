@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from flowcorr.devices import free_memory
-from flowcorr.instruments.plan.devices import EAGER, PCIE_4, known_gpu
+from flowcorr.instruments.plan.devices import EAGER, GPUS, PCIE_4, Gpu
 from tests.gpu.hour import meter
 from tests.gpu.hour.parts import Hour
 
@@ -128,3 +128,13 @@ def _versions() -> list[str]:
         except metadata.PackageNotFoundError:
             found.append(f"no {package}")
     return found
+
+
+def known_gpu(name: str, memory: float) -> Gpu | None:
+    """The GPU whose chip, memory and, where there are several, board are those of a device that torch names so."""
+    plain = name.lower().replace(" ", "")
+    found = [
+        gpu for gpu in GPUS.values() if gpu.name.split("-")[0] in plain and abs(gpu.memory / memory - 1) < 0.1
+    ]
+    of_board = [gpu for gpu in found if gpu.name.split("-")[-1] in plain]
+    return next(iter(of_board or found), None)

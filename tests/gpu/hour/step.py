@@ -13,10 +13,10 @@ from flowcorr.actor.scoring import Scorer
 from flowcorr.actor.update import PolicyOptimizer
 from flowcorr.algorithm import AutoMode, needs_old_means
 from flowcorr.instruments.plan.answers import MEMORY_TOLERANCE
-from flowcorr.instruments.plan.training import recompute_log_probs, update
+from flowcorr.instruments.plan.training import recompute_log_probs
 from flowcorr.records import ActorBatch
 from tests.gpu.hour import meter
-from tests.gpu.hour.families import build_actor, build_engine, correct, planned_config, sampled_batch
+from tests.gpu.hour.families import build_actor, build_engine, correct, planned_config, sampled_batch, update
 from tests.gpu.hour.parts import Hour
 
 MEMORY = {"unit": "GB", "within": MEMORY_TOLERANCE}
@@ -74,7 +74,7 @@ def _decode(hour: Hour, actor: DiffusionActor, batch: ActorBatch, planned: dict[
 
 def _recompute(hour: Hour, actor: DiffusionActor, batch: ActorBatch, planned: dict[str, float]) -> None:
     def recompute() -> None:
-        recompute_log_probs(actor, batch)
+        recompute_log_probs(actor, batch.rollout)
 
     recompute()
     peak = meter.peak(hour.device, recompute)

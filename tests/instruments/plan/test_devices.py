@@ -1,7 +1,7 @@
 import pytest
 
 from flowcorr.errors import ConfigError
-from flowcorr.instruments.plan.devices import CUSTOM, GPUS, NETWORK, PCIE_4, find_gpu, known_gpu
+from flowcorr.instruments.plan.devices import CUSTOM, GPUS, NETWORK, PCIE_4, find_gpu
 
 
 def test_a_known_gpu_is_found_by_its_name():
@@ -50,22 +50,6 @@ def test_ranks_of_one_machine_have_its_links_and_more_ranks_have_the_networks():
     assert GPUS["h100-80gb"].link_among(8) == GPUS["h100-80gb"].link > 10 * GPUS["l40s-48gb"].link
     assert GPUS["h100-80gb"].link_among(16) == NETWORK
     assert GPUS["l40s-48gb"].link_among(16) == GPUS["l40s-48gb"].link  # slower than the network
-
-
-@pytest.mark.parametrize(
-    ("name", "memory", "known"),
-    [
-        ("NVIDIA H100 80GB HBM3", 85.0e9, "h100-80gb"),
-        ("NVIDIA H200", 150.1e9, "h200-141gb"),
-        ("NVIDIA H20", 102.6e9, "h20-96gb"),
-        ("NVIDIA A100-SXM4-80GB", 85.1e9, "a100-80gb-sxm"),
-        ("NVIDIA A100-PCIE-40GB", 42.3e9, "a100-40gb-pcie"),
-        ("NVIDIA GeForce RTX 4090", 25.2e9, "rtx4090-24gb"),
-    ],
-)
-def test_a_device_is_known_by_the_name_that_torch_gives_it(name, memory, known):
-    assert known_gpu(name, memory) is GPUS[known]
-    assert known_gpu("NVIDIA T4", 16e9) is None
 
 
 def test_boards_of_one_gpu_differ_in_their_links():

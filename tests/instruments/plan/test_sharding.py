@@ -6,7 +6,7 @@ from flowcorr.config.schema import LoraConfig
 from flowcorr.correction import OFF
 from flowcorr.distributed import fsdp
 from flowcorr.instruments.plan.architecture import find_architecture
-from flowcorr.instruments.plan.sharding import computed, sharded
+from flowcorr.instruments.plan.sharding import computed, of_rank
 from flowcorr.instruments.plan.training import trace_training
 from tests.conftest import small_config, start_run
 from tests.instruments.plan.allocation import allocated
@@ -57,8 +57,8 @@ def on_ranks(autocast, rank):
 @pytest.mark.parametrize("autocast", [False, True])
 def test_two_ranks_allocate_what_was_predicted(autocast, rank, two_ranks):
     config = small_config(**sections(autocast, rank))
-    whole = trace_training(computed(config, RANKS), find_architecture("tiny_ocr"))
-    predicted = sharded(whole, config, RANKS)
+    whole = trace_training(computed(config), find_architecture("tiny_ocr"))
+    predicted = of_rank(whole, config, RANKS)
     got = two_ranks.call(on_ranks, autocast, rank)[0]
     assert predicted.weights == pytest.approx(got["weights"], rel=0.05)
     assert predicted.moments == pytest.approx(got["moments"], rel=0.05)

@@ -9,8 +9,8 @@ from flowcorr.config import load
 from flowcorr.config.schema import LoraConfig
 from flowcorr.correction import OFF
 from flowcorr.instruments.plan.architecture import find_architecture
-from flowcorr.instruments.plan.tracing import Tracer
-from flowcorr.instruments.plan.training import load_actor, one_optimizer_step, trace_training
+from flowcorr.instruments.plan.sharding import computed, of_rank
+from flowcorr.instruments.plan.training import trace_training
 from tests.instruments.plan.allocation import allocated
 
 SMALL = {"actor": {"micro_batch_size": 4, "mini_batches": 1}, "rollout": {"prompts_per_step": 2, "n": 4}}
@@ -45,7 +45,8 @@ def test_memory_is_what_torch_allocates_for_the_embedded_model(
         "actor": {**SMALL["actor"], "gradient_checkpointing": checkpointing, "autocast": autocast},
         "model": {"path": "tiny_ocr", "lora": no_adapter() if autocast else LoraConfig()},
     }
-    training = trace_training(make_config(**sections), find_architecture("tiny_ocr"))
+    config = make_config(**sections)
+    training = of_rank(trace_training(computed(config), find_architecture("tiny_ocr")), config, 1)
     run = make_run(**sections)
     batch = run.batch()
     one = batch.rollout.select(slice(0, 4))
@@ -53,9 +54,10 @@ def test_memory_is_what_torch_allocates_for_the_embedded_model(
     run.actor.optimizer.adamw.zero_grad()
     recompute = allocated(lambda: run.actor.log_probs(one))
     update = allocated(lambda: run.actor.update(batch, OFF, training_step=2))
-    assert training.recompute.peak == pytest.approx(recompute, rel=0.05)
+    predicted = training.recompute.peak + training.gathered_forward
+    assert predicted == pytest.approx(recompute, rel=0.12 if autocast else 0.05)
     # Autocast's copies of weights are counted for all blocks, and torch frees some of them earlier.
-    predicted = training.gradients + training.backward.peak  # torch updates weight by weight on a CPU
+    predicted = training.gradients + training.backward.peak + training.gathered
     assert predicted == pytest.approx(update, rel=0.12 if autocast else 0.05)
     state = sum(value.nbytes for value in run.actor.optimizer.adamw.state().values() if value.dim())
     assert training.moments == pytest.approx(state, rel=0.01)
@@ -151,13 +153,6 @@ def test_moments_in_8_bits_take_what_bitsandbytes_allocates(make_config, make_ru
         if isinstance(value, torch.Tensor) and key not in shared
     )
     assert training.moments_8bit == held < 0.3 * training.moments
-
-
-def test_an_actor_is_traced_without_the_weights_of_the_decoder(make_config):
-    with Tracer() as tracer:
-        family, _ = load_actor(one_optimizer_step(make_config()), find_architecture("tiny_ocr"), tracer)
-    assert all(weight.is_meta for weight in family.pipeline.vae.parameters())
-    assert not any(weight.is_meta for weight in family.transformer.parameters())
 
 
 def no_adapter():
