@@ -42,46 +42,19 @@ def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> Report
         ConfigError: no dumped step can be read, or nothing tells the trainer's log-probs.
     """
     run = read_dumped(folder, allow_imports=allow_imports)
-    notes, terms = list(run.notes), _with_trainer(run)
+    terms = _with_trainer(run)
     steps = {step: gap_of(one, run.levels, run.scored) for step, one in terms.items()}
     ages = ages_of(terms)
     trained, faults = trained_columns(list(steps.values())), diagnose(steps, ages)
-    unmarked = [step for step, one in terms.items() if one.bypass and one.before_update is None]
-    late = sum(
-        int(((one.before_update == 0) & trained_log_probs(one).isfinite()).sum())
-        for one in terms.values()
-        if one.bypass and one.before_update is not None
-    )
-    if not trained.all():
-        which = " from before the first update" if late else ""
-        notes.append(
-            f"{int((~trained).sum())} steps of the window have no log-prob of the trainer{which} in any sample: left "
-            "out"
-        )
     judged = {step: _judged(gap).select((slice(None), trained)) for step, gap in steps.items()}
     finite = {step: delta(gap).isfinite().all(1) for step, gap in judged.items()}
     judged = {step: gap.select(finite[step]) for step, gap in judged.items()}
     judged = {step: gap for step, gap in judged.items() if gap.old_log_prob.numel()}
     if not judged:  # no sample, or no step of the window
-        found = [
-            f"{one.sentence} ({one.evidence}); {one.remedy}" for one in faults if one.cause == "non_finite"
-        ]
-        found.append(
-            "none was scored before the first update in all of its steps (before_update); dump a run that passes once "
-            "over each batch (actor.epochs=1), or one that recomputes old log-probs"
-            if late
-            else "none was scored at all steps of the window that any training step scored; score the same steps of "
-            "the window in each training step"
+        raise ConfigError(
+            f"{folder} holds no sample whose log-probs are all finite: {_why_none(terms, faults)}"
         )
-        raise ConfigError(f"{folder} holds no sample whose log-probs are all finite: {found[0]}")
-    if late:
-        notes.append(f"{late} terms were scored after the first update of their step, so they are left out")
-    if unmarked:
-        where = "" if len(unmarked) == len(terms) else f" in {len(unmarked)} of {len(terms)} steps"
-        notes.append(
-            f"in bypass mode the gap is of the current policy, so it holds what was learned{where}; dump before_update"
-        )
-    notes += _rounded(Terms.concatenate(list(judged.values())))
+    notes = [*run.notes, *_left_out(terms, trained), *_rounded(Terms.concatenate(list(judged.values())))]
     judged, told = _with_kls(run, judged)
     notes += told
     if LOSS in run.left_out:
@@ -98,7 +71,7 @@ def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> Report
             older_weights=_older_weights(run, faults, known=bool(ages) and len(ages) == len(steps)),
             beyond=_beyond(
                 run,
-                {step: one for step, one in judged.items() if step not in unmarked},
+                {step: one for step, one in judged.items() if step not in _unmarked(terms)},
                 {step: age[finite[step]] for step, age in ages.items() if step in finite},
             ),
         ),
@@ -108,6 +81,52 @@ def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> Report
         notes=on_files(notes),
         of_recipe=run.of_flowcorr,
     )
+
+
+def _unmarked(terms: Mapping[int, DumpedTerms]) -> list[int]:
+    """Training steps in bypass mode that do not tell which terms were scored before the first update."""
+    return [step for step, one in terms.items() if one.bypass and one.before_update is None]
+
+
+def _late(terms: Mapping[int, DumpedTerms]) -> int:
+    """Terms in bypass mode that were scored after the first update of their training step."""
+    marked = [one for one in terms.values() if one.bypass and one.before_update is not None]
+    return sum(int(((one.before_update == 0) & trained_log_probs(one).isfinite()).sum()) for one in marked)
+
+
+def _why_none(terms: Mapping[int, DumpedTerms], faults: Sequence[Finding]) -> str:
+    """The reason why no sample has finite log-probs of both stacks at all steps of the window."""
+    for one in faults:
+        if one.cause == "non_finite":
+            return f"{one.sentence} ({one.evidence}); {one.remedy}"
+    if _late(terms):
+        return (
+            "none was scored before the first update in all of its steps (before_update); dump a run that passes once "
+            "over each batch (actor.epochs=1), or one that recomputes old log-probs"
+        )
+    return (
+        "none was scored at all steps of the window that any training step scored; score the same steps of the window "
+        "in each training step"
+    )
+
+
+def _left_out(terms: Mapping[int, DumpedTerms], trained: Tensor) -> list[str]:
+    """A line for each kind of terms that tell nothing about the gap, or too much."""
+    lines, late, unmarked = [], _late(terms), _unmarked(terms)
+    if not trained.all():
+        which = " from before the first update" if late else ""
+        lines.append(
+            f"{int((~trained).sum())} steps of the window have no log-prob of the trainer{which} in any sample: left "
+            "out"
+        )
+    if late:
+        lines.append(f"{late} terms were scored after the first update of their step, so they are left out")
+    if unmarked:
+        where = "" if len(unmarked) == len(terms) else f" in {len(unmarked)} of {len(terms)} steps"
+        lines.append(
+            f"in bypass mode the gap is of the current policy, so it holds what was learned{where}; dump before_update"
+        )
+    return lines
 
 
 def _older_weights(run: DumpedRun, faults: Sequence[Finding], *, known: bool) -> bool | None:
