@@ -35,7 +35,7 @@ def seeded_noise(rollout: Rollout, *, seed: int, training_step: int) -> Tensor:
         samples, places = torch.tensor(at).unbind(1)
         noise[samples, places] = sde.step_noise(
             rollout.latent_shape,
-            *_owners(rollout, samples),
+            *owners(rollout, samples),
             seed=seed,
             training_step=training_step,
             step_index=index,
@@ -47,7 +47,7 @@ def seeded_start(rollout: Rollout, *, seed: int, training_step: int, same_in_gro
     """The initial noise `[B, *L]` that the seeds give, on the CPU."""
     return sde.initial_noise(
         rollout.latent_shape,
-        *_owners(rollout, torch.arange(rollout.num_samples)),
+        *owners(rollout, torch.arange(rollout.num_samples)),
         seed=seed,
         training_step=training_step,
         same_in_group=same_in_group,
@@ -132,8 +132,8 @@ def coarse_latents(rollout: Rollout) -> Tensor:
     return coarse
 
 
-def _owners(rollout: Rollout, samples: Tensor) -> tuple[list[int], list[int]]:
-    """Groups and members of `samples`, which seed their noise."""
+def owners(rollout: Rollout, samples: Tensor) -> tuple[list[int], list[int]]:
+    """Groups and members of the `samples` at these places `[b]`, which seed their noise."""
     assert rollout.members is not None, "the trainer has named the members"
     rows = samples.to(rollout.group_ids.device)
     return rollout.group_ids[rows].tolist(), rollout.members[rows].tolist()

@@ -43,8 +43,9 @@ from flowcorr.models import DTYPES, SamplingPlan
 from flowcorr.records import Prompt, Rollout, Scores
 from flowcorr.rewards import RewardOutput, score_batch
 from flowcorr.rollout import decode
+from flowcorr.rollout.outside import Repeated, repeat_outside
 from flowcorr.rollout.precision import NO_GAP, usual_gap
-from flowcorr.rollout.sampler import Velocity, step_outside
+from flowcorr.rollout.witnesses import seeded_noise
 from flowcorr.trainer.collect import Samples
 from flowcorr.trainer.gap_split import behaviour_weights
 from flowcorr.trainer.image_statistics import image_residuals
@@ -78,22 +79,6 @@ def replays(config: Config, step: int) -> bool:
     """Whether a training step replays images: the first does, then every one of `rollout.replay_every` steps."""
     every = config.rollout.replay_every
     return every > 0 and (step == 1 or step % every == 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Leg:
-    """Steps of the rollout outside its window, from one stochastic step to the next.
-
-    Attributes:
-        gap: `[1, *L]`, the latents at its end less those at which the training stack arrives from its start.
-        way: likewise, the way that the velocity took: from where the leg would end without velocity, which is its start
-            unless it has SDE steps. Without steps, the latents themselves.
-        moves: whether it has steps.
-    """
-
-    gap: Tensor
-    way: Tensor
-    moves: bool
 
 
 @torch.no_grad()
@@ -144,7 +129,7 @@ def measure_replay(
             # One by one: whatever their windows, all ranks make equally many forward passes, as sharded weights need.
             for place in (chosen.policy_versions == version).nonzero().flatten().tolist():
                 sample = chosen.select(slice(place, place + 1))
-                gap = _replay(run, sample, members[place], step, window.add)
+                gap = _replay(run, sample, step, window.add)
                 if places[place] not in samples.broken:
                     gaps.append(gap)
     if not gaps:
@@ -168,53 +153,29 @@ def measure_replay(
     return Metrics.merged([Metrics.from_stats(stats), *residuals]), window
 
 
-def _replay(run: TrainingRun, sample: Rollout, member: int, step: int, observe: Observe) -> ImageGaps:
+def _replay(run: TrainingRun, sample: Rollout, step: int, observe: Observe) -> ImageGaps:
     """The gaps of one image, from its noise to its pixels.
 
     Args:
         run: the training run.
         sample: the image's, a batch of one.
-        member: its place in its group.
         step: the training step.
         observe: see `Observe`; called with the scores of the window.
     """
     assert sample.final_latents is not None
     assert sample.images is not None
     actor, config = run.actor, run.config
-    shape, owner = sample.window.latents.shape[2:], sample.group_ids.tolist()
-    seeds = {"seed": config.trainer.seed, "training_step": step}
-    same = config.rollout.same_initial_noise
-    initial = sde.initial_noise(shape, owner, [member], **seeds, same_in_group=same).to(actor.device)
-    indices = sample.window.step_indices[0].tolist()
-    noise = {
-        index: sde.step_noise(shape, owner, [member], **seeds, step_index=index).to(actor.device)
-        for index in {*indices, *config.sampling.noisy_steps}
-    }
+    conditioned = actor.velocity(sample.sample_conditioning())
     # The timesteps that a transformer of `rollout.dtype` computes with, by the training stack's own schedule.
-    plan = SamplingPlan.of(actor.family, config.sampling)
-    schedule = actor.family.in_dtype(plan.schedule, DTYPES[config.rollout.dtype])
-    velocity = actor.velocity(sample.sample_conditioning())
-    final, num_steps = sample.final_latents, len(schedule.timesteps)
-
-    def leg(begin: Tensor, end: Tensor, steps: range) -> _Leg:
-        way = end - arrived(begin, steps, _stand_still) if steps else begin
-        return _Leg(gap=end - arrived(begin, steps, velocity), way=way, moves=bool(steps))
-
-    def arrived(latents: Tensor, steps: range, velocity: Velocity) -> Tensor:
-        for index in steps:
-            drift = velocity(latents, latents.new_full((1,), schedule.timesteps[index]))
-            sigmas = schedule.sigmas[index : index + 2]
-            latents = step_outside(latents, drift, sigmas, config.sampling, noise.get(index))
-        return latents
-
-    # Each leg begins where one stochastic step arrived, and ends where the next one begins.
-    begins = (initial, *sample.window.next_latents.unbind(1))
-    ends = (*sample.window.latents.unbind(1), final)
-    parts = zip([0, *(index + 1 for index in indices)], [*indices, num_steps], strict=True)
-    before, *between, after = (
-        leg(begin, end, range(*part)) for begin, end, part in zip(begins, ends, parts, strict=True)
+    schedule = SamplingPlan.of(actor.family, config.sampling).schedule
+    before, *between, after = repeat_outside(
+        sample,
+        config,
+        step,
+        actor.family.in_dtype(schedule, DTYPES[config.rollout.dtype]),
+        lambda latents, timesteps, rows: conditioned(latents, timesteps),
     )
-    image, finite = decode(actor.family, final)
+    image, finite = decode(actor.family, sample.final_latents)
     if image.shape != sample.images.shape:
         raise BackendError(
             f"the rollout engine's images have shape {list(sample.images.shape[1:])}, and the trainer decodes "
@@ -224,7 +185,7 @@ def _replay(run: TrainingRun, sample: Rollout, member: int, step: int, observe: 
     decoded = bool(finite.all())
     residuals = image_residuals(sample.images, image) if decoded else {}
     if before.moves:
-        residuals["path_before"] = share(before.gap, initial)
+        residuals["path_before"] = share(before.gap, before.leg.begin)
     moving = [leg for leg in (*between, after) if leg.moves]
     if moving:
         residuals["path_after"] = share(
@@ -232,8 +193,9 @@ def _replay(run: TrainingRun, sample: Rollout, member: int, step: int, observe: 
         )
     scores = actor.score(sample)
     observe(sample, scores)
+    noise = seeded_noise(sample, seed=config.trainer.seed, training_step=step).to(actor.device)
     return ImageGaps(
-        window=_window_gap(actor, sample, scores, torch.stack([noise[index] for index in indices], dim=1)),
+        window=_window_gap(actor, sample, scores, noise),
         before=_error([before]),
         between=_error(between) if between else 0.0,
         after=_error([after]),
@@ -242,18 +204,14 @@ def _replay(run: TrainingRun, sample: Rollout, member: int, step: int, observe: 
     )
 
 
-def _error(legs: Sequence[_Leg]) -> float:
+def _error(legs: Sequence[Repeated]) -> float:
     """The relative error of the mean velocity in some legs; of the latents, where none of them has steps."""
-    ways = [leg.way for leg in legs if leg.moves] or [leg.way for leg in legs]
+    ways = [leg.way for leg in legs if leg.moves] or [leg.leg.begin for leg in legs]
     return float(_together(leg.gap for leg in legs).norm() / _together(ways).norm())
 
 
 def _together(parts: Iterable[Tensor]) -> Tensor:
     return torch.cat(list(parts), dim=1)
-
-
-def _stand_still(latents: Tensor, timesteps: Tensor) -> Tensor:
-    return torch.zeros_like(latents)
 
 
 def _window_gap(actor: DiffusionActor, sample: Rollout, scores: Scores, noise: Tensor) -> float:

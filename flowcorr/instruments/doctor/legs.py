@@ -13,7 +13,6 @@ The limit of a leg follows from the relative error of a velocity in the precisio
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -26,6 +25,7 @@ from flowcorr.dumps.replay import ReplaySamples
 from flowcorr.errors import FlowcorrError
 from flowcorr.instruments.doctor.stack import Inputs, Stack
 from flowcorr.instruments.stored import rounding_of, stored_in
+from flowcorr.rollout import outside
 from flowcorr.sde.log_prob import HALF_LOG_TWO_PI
 from flowcorr.sde.transition import mean_over_elements
 
@@ -323,30 +323,30 @@ class Legs:
         assert self._before is not None
         assert self._after is not None
         assert self._noise is not None
-        steps, total = self._stack.steps, len(inputs.timesteps)
-        if leg == "before":
-            parts = [(inputs.initial_scale * self._noise, self._before[:, 0], range(steps[0]))]
-        elif leg == "after":
-            assert self._final is not None
-            parts = [(self._after[:, -1], self._final, range(steps[-1] + 1, total))]
-        else:
-            places = itertools.pairwise(steps)
-            parts = [
-                (self._after[:, place], self._before[:, place + 1], range(left + 1, right))
-                for place, (left, right) in enumerate(places)
-            ]
-        gaps, ways, sizes = [], [], []
-        for begin, end, indices in parts:
-            latents = begin
-            for index in indices:
-                drift = self._stack.velocity(latents, [index] * len(latents), self._rows, inputs)
-                latents = latents - (inputs.sigmas[index] - inputs.sigmas[index + 1]) * drift
-            gaps.append((latents - end).flatten(1).double())
-            ways.append((end - begin).flatten(1).double())
-            sizes.append(end.flatten(1).double())
+        whole = outside.legs(
+            inputs.initial_scale * self._noise,
+            self._before,
+            self._after,
+            self._final,
+            torch.tensor([self._stack.steps] * len(self._rows)),
+            len(inputs.timesteps),
+        )
+
+        def step(index: int, latents: Tensor, rows: Tensor) -> Tensor:
+            samples = [self._rows[row] for row in rows.tolist()]
+            drift = self._stack.velocity(latents, [index] * len(latents), samples, inputs)
+            return latents - (inputs.sigmas[index] - inputs.sigmas[index + 1]) * drift
+
+        gaps, ways, sizes, has_steps = [], [], [], False
+        for part in whole:
+            if part.name == leg:
+                latents, moves = part.walk(step)
+                gaps.append((latents - part.end).flatten(1).double())
+                ways.append((part.end - part.begin).flatten(1).double())
+                sizes.append(part.end.flatten(1).double())
+                has_steps |= bool(moves)
         way, size = (torch.cat(values, 1).norm(dim=1) for values in (ways, sizes))
         error = _PATH_FACTOR * min(self._error, 1 / (2 * _PATH_FACTOR))
-        has_steps = any(len(indices) for *_, indices in parts)
         limit = error * way * has_steps + (2 * self._stored + 16 * _ULP) * size
         return _in_limits(torch.cat(gaps, 1), limit[:, None])
 
