@@ -121,7 +121,8 @@ def repeat_outside(
     def noise(index: int, rows: Tensor) -> Tensor | None:
         if index not in config.sampling.noisy_steps:
             return None
-        drawn = sde.step_noise(rollout.latent_shape, *owners(rollout, rows), **seeds, step_index=index)
+        groups, members = owners(rollout, rows)
+        drawn = sde.step_noise(rollout.latent_shape, groups, members, **seeds, step_index=index)
         return drawn.to(window.latents.device)
 
     def step(index: int, latents: Tensor, rows: Tensor) -> Tensor:

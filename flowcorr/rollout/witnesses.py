@@ -7,21 +7,98 @@ means need not be returned.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from flowcorr import sde
-from flowcorr.config.schema import SamplingConfig
+from flowcorr.config.schema import Config, SamplingConfig
+from flowcorr.models import Schedule, windows_of
 from flowcorr.records import Rollout
 from flowcorr.sde.transition import mean_over_elements
 
-SIGMA_TOLERANCE = 1e-5  # float32 tables agree within 6e-8; bfloat16 sigmas differ by 1e-3
 SAME_LATENTS = 1e-5  # latents have unit scale; float32 keeps 1e-7 of it
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
 _SPARE_BITS = 0x1FFF  # the last 13 of 23: float16, bfloat16 and TF32 leave them 0
 _AT_THE_BOUND = (
     3  # elements with exactly the largest size; of float32 noise two are rare, three do not happen
 )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Compared:
+    """A rollout beside the numbers that its seeds, the schedule and the configuration give.
+
+    Attributes:
+        rollout: the samples, with their members.
+        config: the run's.
+        schedule: of the training stack, for latents of this shape.
+        training_step: seeded windows and noise.
+    """
+
+    rollout: Rollout
+    config: Config
+    schedule: Schedule
+    training_step: int
+
+    @cached_property
+    def windows(self) -> Tensor:
+        """The SDE steps `[B, T]` that the seeds give, on the CPU."""
+        groups, members = owners(self.rollout)
+        return windows_of(self.config.sampling, groups, members, **self._seeds)
+
+    @cached_property
+    def start(self) -> Tensor:
+        """The initial noise `[B, *L]` that the seeds give, on the CPU."""
+        return seeded_start(self.rollout, **self._seeds, same_in_group=self.config.rollout.same_initial_noise)
+
+    @cached_property
+    def noise(self) -> Tensor:
+        """The noise `[B, T, *L]` that the seeds give to the steps of the window, on the CPU."""
+        return seeded_noise(self.rollout, **self._seeds)
+
+    @cached_property
+    def stds(self) -> Tensor:
+        """The full standard deviations `[B, T]` that the configuration gives to the steps at their noise levels."""
+        return configured_stds(self.rollout, self.config.sampling)
+
+    @property
+    def other_windows(self) -> Tensor:
+        """`[B]` bool: the SDE steps are not those of the seeds."""
+        found = self.rollout.window.step_indices.cpu()
+        if found.shape != self.windows.shape:
+            return torch.ones(self.rollout.num_samples, dtype=torch.bool)
+        return (found != self.windows).any(1)
+
+    @property
+    def sigma_errors(self) -> Tensor:
+        """`[B, T]`, how far the noise levels of the steps are from those of the schedule."""
+        window, levels = self.rollout.window, torch.tensor(self.schedule.sigmas)
+        own = torch.stack([levels[:-1], levels[1:]])[:, window.step_indices.cpu()]
+        return (torch.stack([window.sigmas, window.sigmas_next]).cpu() - own).abs().amax(0)
+
+    @property
+    def std_errors(self) -> Tensor | None:
+        """`[B, T]`, relative difference of the stds from the configuration's; None where none are returned."""
+        stds = self.rollout.window.stds
+        return None if stds is None else (stds / self.stds - 1).abs()
+
+    @property
+    def log_prob_errors(self) -> Tensor:
+        """`[B, T]`, how far the log-probs are from those of the seeds' noise: nats per latent element."""
+        unscaled = self.config.sampling.cps_unscaled
+        return log_prob_errors(self.rollout, self.noise, self.stds, cps_unscaled=unscaled)
+
+    @property
+    def broken_trajectories(self) -> Tensor:
+        """`[B]` bool: latents differ where the trajectory leaves no room between them."""
+        return broken_trajectories(self.rollout, self.start, len(self.schedule.timesteps))
+
+    @property
+    def _seeds(self) -> dict[str, int]:
+        return {"seed": self.config.trainer.seed, "training_step": self.training_step}
 
 
 def seeded_noise(rollout: Rollout, *, seed: int, training_step: int) -> Tensor:
@@ -47,7 +124,7 @@ def seeded_start(rollout: Rollout, *, seed: int, training_step: int, same_in_gro
     """The initial noise `[B, *L]` that the seeds give, on the CPU."""
     return sde.initial_noise(
         rollout.latent_shape,
-        *owners(rollout, torch.arange(rollout.num_samples)),
+        *owners(rollout),
         seed=seed,
         training_step=training_step,
         same_in_group=same_in_group,
@@ -132,8 +209,8 @@ def coarse_latents(rollout: Rollout) -> Tensor:
     return coarse
 
 
-def owners(rollout: Rollout, samples: Tensor) -> tuple[list[int], list[int]]:
-    """Groups and members of the `samples` at these places `[b]`, which seed their noise."""
+def owners(rollout: Rollout, samples: Tensor | slice = slice(None)) -> tuple[list[int], list[int]]:
+    """Groups and members of samples, which seed their noise."""
     assert rollout.members is not None, "the trainer has named the members"
-    rows = samples.to(rollout.group_ids.device)
+    rows = samples.to(rollout.group_ids.device) if isinstance(samples, Tensor) else samples
     return rollout.group_ids[rows].tolist(), rollout.members[rows].tolist()

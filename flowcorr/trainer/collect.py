@@ -15,11 +15,12 @@ from flowcorr import distributed
 from flowcorr.algorithm import needs_rollout_means
 from flowcorr.errors import BackendError
 from flowcorr.metrics import Metrics, maximum, mean, total
-from flowcorr.models import windows_of
-from flowcorr.records import ImageArray, Prompt, Rollout, Window
+from flowcorr.records import ImageArray, Prompt, Rollout
 from flowcorr.rewards import Reward, RewardOutput, report_broken, score_batch, scored_ahead
-from flowcorr.rollout import decode, witnesses
+from flowcorr.rollout import decode
 from flowcorr.rollout.broken import decoder_dtype, find_broken
+from flowcorr.rollout.questions import SIGMAS
+from flowcorr.rollout.witnesses import Compared, coarse_latents
 from flowcorr.trainer.run import PendingStep, TrainingRun
 from flowcorr.workers.reward import RayReward
 from flowcorr.workers.rollout import RayRollout
@@ -121,7 +122,14 @@ def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> 
     broken = _find_broken(run, rollout)
     whole = [place for place in range(len(owners)) if place not in broken]
     if whole:
-        metrics = metrics.merge(witness_metrics(run, rollout.only(torch.tensor(whole)), step))
+        num_steps = run.config.sampling.num_inference_steps
+        compared = Compared(
+            rollout=rollout.only(torch.tensor(whole)),
+            config=run.config,
+            schedule=run.actor.family.schedule(num_steps, rollout.latent_shape),
+            training_step=step,
+        )
+        metrics = metrics.merge(witness_metrics(compared))
     stale, age_metrics = _find_stale(run, rollout)
     fresh = whole_groups(rollout.group_ids, stale)
     return Samples(
@@ -163,41 +171,19 @@ def _find_broken(run: TrainingRun, rollout: Rollout) -> dict[int, str]:
     return {place: f"image {place % count} of group {groups[place]}: {why}" for place, why in broken.items()}
 
 
-def witness_metrics(run: TrainingRun, rollout: Rollout, step: int) -> Metrics:
+def witness_metrics(compared: Compared) -> Metrics:
     """`rollout/other_*`, `rollout/coarse_latents` and `rollout/*_error`: see `rollout.witnesses`."""
-    config, window = run.config, rollout.window
-    sampling, seeds = config.sampling, {"seed": config.trainer.seed, "training_step": step}
-    assert rollout.members is not None, "`collect` has set them"
-    asked = windows_of(sampling, rollout.group_ids.tolist(), rollout.members.tolist(), **seeds)
-    sigmas = torch.tensor(
-        run.actor.family.schedule(sampling.num_inference_steps, rollout.latent_shape).sigmas
-    )
-    stds = witnesses.configured_stds(rollout, sampling)
-    count = rollout.num_samples
+    count, stds = compared.rollout.num_samples, compared.std_errors
+    moved = (compared.sigma_errors > SIGMAS.limit).any(1)
     stats = {
-        "rollout/other_windows": mean(int(_other_windows(window, asked, sigmas).sum()), count),
-        "rollout/coarse_latents": mean(int(witnesses.coarse_latents(rollout).sum()), count),
+        "rollout/other_windows": mean(int((compared.other_windows | moved).sum()), count),
+        "rollout/coarse_latents": mean(int(coarse_latents(compared.rollout).sum()), count),
+        "rollout/broken_trajectories": mean(int(compared.broken_trajectories.sum()), count),
+        "rollout/log_prob_error": maximum(_largest(compared.log_prob_errors)),
     }
-    if window.step_indices.shape == asked.shape:
-        start = witnesses.seeded_start(rollout, **seeds, same_in_group=config.rollout.same_initial_noise)
-        broken = witnesses.broken_trajectories(rollout, start, sampling.num_inference_steps)
-        noise = witnesses.seeded_noise(rollout, **seeds)
-        errors = witnesses.log_prob_errors(rollout, noise, stds, cps_unscaled=sampling.cps_unscaled)
-        stats["rollout/broken_trajectories"] = mean(int(broken.sum()), count)
-        stats["rollout/log_prob_error"] = maximum(_largest(errors))
-    if window.stds is not None:
-        stats["rollout/std_error"] = maximum(_largest((window.stds / stds - 1).abs()))
+    if stds is not None:
+        stats["rollout/std_error"] = maximum(_largest(stds))
     return Metrics.from_stats(stats)
-
-
-def _other_windows(window: Window, asked: Tensor, sigmas: Tensor) -> Tensor:
-    """`[B]` bool: the SDE steps are not `asked`, or their noise levels are not those of the schedule."""
-    indices = window.step_indices.cpu()
-    if indices.shape != asked.shape:
-        return torch.ones(len(asked), dtype=torch.bool)
-    levels = torch.stack([sigmas[:-1][asked], sigmas[1:][asked]])
-    gaps = (torch.stack([window.sigmas, window.sigmas_next]).cpu() - levels).abs().amax(0)
-    return ((indices != asked) | (gaps > witnesses.SIGMA_TOLERANCE)).any(1)
 
 
 def _largest(errors: Tensor) -> float:

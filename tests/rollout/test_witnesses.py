@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from flowcorr.rollout import witnesses
+from flowcorr.rollout.witnesses import Compared
 from flowcorr.sde.log_prob import HALF_LOG_TWO_PI
 
-SEEDS = {"training_step": 1}
 PRECISIONS = {
     "float32": {},
     "fp8": {"rollout": {"emulate": "fp8"}},
@@ -23,16 +23,12 @@ PRECISIONS = {
 
 def errors(run, rollout):
     """By the names of the witnesses: the largest error, or the number of samples."""
-    config = run.config
-    sampling, seeds = config.sampling, {"seed": config.trainer.seed, **SEEDS}
-    noise = witnesses.seeded_noise(rollout, **seeds)
-    stds = witnesses.configured_stds(rollout, sampling)
-    start = witnesses.seeded_start(rollout, **seeds, same_in_group=config.rollout.same_initial_noise)
-    log_probs = witnesses.log_prob_errors(rollout, noise, stds, cps_unscaled=sampling.cps_unscaled)
+    schedule = run.actor.family.schedule(run.config.sampling.num_inference_steps, rollout.latent_shape)
+    compared = Compared(rollout=rollout, config=run.config, schedule=schedule, training_step=1)
     return {
-        "log_probs": log_probs.max().item(),
-        "stds": (rollout.window.stds / stds - 1).abs().max().item(),
-        "broken": witnesses.broken_trajectories(rollout, start, sampling.num_inference_steps).sum().item(),
+        "log_probs": compared.log_prob_errors.max().item(),
+        "stds": compared.std_errors.max().item(),
+        "broken": compared.broken_trajectories.sum().item(),
         "coarse": witnesses.coarse_latents(rollout).sum().item(),
     }
 

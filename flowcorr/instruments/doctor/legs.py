@@ -26,6 +26,7 @@ from flowcorr.errors import FlowcorrError
 from flowcorr.instruments.doctor.stack import Inputs, Stack
 from flowcorr.instruments.stored import rounding_of, stored_in
 from flowcorr.rollout import outside
+from flowcorr.rollout.questions import ERRORS
 from flowcorr.sde.log_prob import HALF_LOG_TWO_PI
 from flowcorr.sde.transition import mean_over_elements
 
@@ -37,7 +38,6 @@ _BEYOND = 1e9  # limits, of values that are not finite
 _PATH_FACTOR = 50.0
 _BY_SAMPLE = ("_noise", "_final", "_before", "_after", "_log_probs")
 _OF_WINDOW = ("_limits", "square", "std", "step", "noise")
-_NOISE_ERRORS = 6.0  # standard errors of the spread of noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,7 +295,7 @@ class Legs:
         limits = self._limits_of(step, velocity, square)
         if self._log_probs is None:
             # Without log-probs there is the spread of noise, of which chance explains more.
-            limit = 2 * limits + _NOISE_ERRORS * (2 / self._elements) ** 0.5
+            limit = 2 * limits + ERRORS * (2 / self._elements) ** 0.5
             return _in_limits(square - 1, limit)
         # Where no convention fits the captured inputs, each may be that of others.
         conventions = self._conventions if self.convention is None else (self.convention,)

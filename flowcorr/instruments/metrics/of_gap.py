@@ -8,12 +8,9 @@ from typing import Any
 
 from flowcorr.instruments.metrics.metric import NATS, Drawn, row, under
 from flowcorr.instruments.metrics.of_residuals import RESIDUALS, image_limit
-from flowcorr.instruments.metrics.rule import DOCTOR, ERRORS, PERSISTENT, Rule, Units
+from flowcorr.instruments.metrics.rule import DOCTOR, PERSISTENT, Rule, Units
+from flowcorr.rollout.questions import AFTER, BEFORE, BETWEEN, ERRORS, IMAGES_REMEDY, REWARD
 
-# In clean runs (bf16, fp8, int8, int4, guidance) this error is at most 1.8 times that of the window.
-_OUTSIDE_WINDOW = 4.0
-# A normal term lies beyond once in 5e8 times. Clean runs (fp8, int8, int4, stale weights, three samplers) reach 4.1.
-_BOOKKEEPING = 6.0
 _ROUNDED = 1e-5  # nats a latent element: the rounding of a log-prob in float32
 
 
@@ -147,7 +144,8 @@ DRIFT = under(
         rule=Rule(
             name="bookkeeping",
             what="largest z-score of the log-ratio given the exact KL",
-            high=lambda units: _BOOKKEEPING if units.densities else math.inf,
+            # Clean runs (fp8, int8, int4, stale weights, three samplers) reach 4.1.
+            high=lambda units: ERRORS if units.densities else math.inf,
             patience=PERSISTENT,
             advice=f"the latents, sigmas or timesteps that are scored are not those that were sampled: {DOCTOR}",
         ),
@@ -175,9 +173,8 @@ DRIFT = under(
         rule=Rule(
             name="replay_before",
             what="error of the steps before the SDE window, in errors of the window itself,",
-            high=_OUTSIDE_WINDOW,
-            advice="conditioning or sampling before the window is at fault, and no log-prob sees it: compare "
-            "the initial noise, prompt embeddings, guidance and schedule of these steps in both stacks",
+            high=BEFORE.limit,
+            advice=BEFORE.remedy,
         ),
     ),
     row(
@@ -193,10 +190,8 @@ DRIFT = under(
         rule=Rule(
             name="replay_between",
             what="error of the steps between those of the SDE window, in errors of the window itself,",
-            high=_OUTSIDE_WINDOW,
-            advice="the latents before a step are not those that the steps before it led to, and no log-prob "
-            "sees it: return the latents before and after each SDE step, and compare the embeddings, "
-            "guidance and schedule of the steps between them in both stacks",
+            high=BETWEEN.limit,
+            advice=BETWEEN.remedy,
         ),
     ),
     row(
@@ -210,9 +205,8 @@ DRIFT = under(
         rule=Rule(
             name="replay_after",
             what="error of the steps after the SDE window, in errors of the window itself,",
-            high=_OUTSIDE_WINDOW,
-            advice="conditioning or sampling after the window is at fault, and no log-prob sees it: compare "
-            "prompt embeddings, guidance and schedule of these steps in both stacks",
+            high=AFTER.limit,
+            advice=AFTER.remedy,
         ),
     ),
     row(
@@ -247,10 +241,8 @@ DRIFT = under(
             name="replay_decode",
             what="difference of an image from the trainer's decoding of its latents, in grey levels of 255,",
             high=image_limit,
-            advice="the engine's decoder is not the trainer's, or images and latents of different samples are paired: "
-            "compare the VAEs, their scaling and shift, and the order of images in a batch; where the difference is "
-            "infinite, the trainer's own decoder gives pixels that are not finite: check the files of its VAE, and "
-            "where model.dtype is not float32, try that",
+            advice=f"{IMAGES_REMEDY}; where the difference is infinite, the trainer's own decoder gives pixels that "
+            "are not finite: check the files of its VAE, and where model.dtype is not float32, try that",
         ),
     ),
     row(
@@ -263,9 +255,8 @@ DRIFT = under(
         rule=Rule(
             name="replay_reward",
             what="difference of a score from the reward of its image, in standard deviations of the scores,",
-            high=0.1,
-            advice="the reward is at fault: its images differ from the trainer's (order, channels, size), or "
-            "its scores are not repeatable, such as those of a judge that samples its answers",
+            high=REWARD.limit,
+            advice=REWARD.remedy,
         ),
     ),
     *RESIDUALS,

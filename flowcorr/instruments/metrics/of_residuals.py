@@ -15,6 +15,7 @@ from flowcorr.config.engines import ENGINES
 from flowcorr.instruments.metrics.metric import Metric, row
 from flowcorr.instruments.metrics.rule import Limit, Rule, Units
 from flowcorr.rollout.precision import coarse_weights, image_limit_of
+from flowcorr.rollout.questions import AFTER, BEFORE, IMAGES_REMEDY, STEP_NOISE
 
 
 def _row(name: str, what: str, unit: str, *, limit: Limit, remedy: str) -> Metric:
@@ -72,18 +73,9 @@ def image_limit(units: Units) -> float:
     return math.inf if units.config is None else image_limit_of(units.config)
 
 
-_NOISE = (
-    "the engine has to add s times the standard normal noise in float32 that (seed, training step, group, member) and "
-    "step index give, and to return the latents as they are"
-)
 _VELOCITY = (
     "the engine's transformer is not the trainer's in some part that rounding hides in a single step: compare weights, "
     "adapter, attention, timesteps, guidance and embeddings; `flowcorr doctor` compares both in float32"
-)
-_PATH = "no log-prob sees these steps: compare initial noise, schedule, guidance and bounds of latents in both stacks"
-_IMAGES = (
-    "the engine's images are not those of its final latents: compare VAE, scaling and shift, order of channels, and "
-    "compression on the way"
 )
 
 RESIDUALS = (
@@ -92,14 +84,14 @@ RESIDUALS = (
         "how much the step noise is too large or too small",
         "share of the noise",
         limit=5e-4,
-        remedy=_NOISE,
+        remedy=STEP_NOISE.remedy,
     ),
     _row(
         "step_noise_rounding",
         "how much of a rounding to bfloat16 or float16 is in the step noise",
         "share of the rounding",
         limit=0.25,
-        remedy=_NOISE,
+        remedy=STEP_NOISE.remedy,
     ),
     _row(
         "velocity_length",
@@ -120,48 +112,48 @@ RESIDUALS = (
         "how much of the initial noise is too much or too little before the window",
         "share of the noise",
         limit=_of_gap(0.01, 0.015, 0.03),
-        remedy=_PATH,
+        remedy=BEFORE.remedy,
     ),
     _row(
         "path_after",
         "how much the way from the window to the final latents is too long or too short",
         "share of the way",
         limit=_of_gap(0.02, 0.02, 0.1),
-        remedy=_PATH,
+        remedy=AFTER.remedy,
     ),
     _row(
         "image_error",
         "mean difference of images from the trainer's decoding of their latents",
         "grey levels of 255",
         limit=image_limit,
-        remedy=_IMAGES,
+        remedy=IMAGES_REMEDY,
     ),
     _row(
         "image_level",
         "how much a channel of the images is too bright or too dark",
         "grey levels of 255",
         limit=_of_images(0.1, 0.4),
-        remedy=_IMAGES,
+        remedy=IMAGES_REMEDY,
     ),
     _row(
         "image_contrast",
         "how much the contrast of a channel of the images is too high or too low",
         "share of the contrast",
         limit=_of_images(0.002, 0.003),
-        remedy=_IMAGES,
+        remedy=IMAGES_REMEDY,
     ),
     _row(
         "image_detail",
         "how much the fine detail of a channel of the images is too strong or too weak",
         "share of the detail",
         limit=_of_images(0.003, 0.006),
-        remedy=_IMAGES,
+        remedy=IMAGES_REMEDY,
     ),
     _row(
         "image_channels",
         "how much red and blue of the images are exchanged",
         "share of the difference of red and blue",
         limit=_of_images(0.02, 0.04),
-        remedy=_IMAGES,
+        remedy=IMAGES_REMEDY,
     ),
 )

@@ -5,7 +5,17 @@ from __future__ import annotations
 import math
 
 from flowcorr.instruments.metrics.metric import NATS, Drawn, row, under
-from flowcorr.instruments.metrics.rule import DOCTOR, ERRORS, PERSISTENT, Rule, Units
+from flowcorr.instruments.metrics.rule import DOCTOR, PERSISTENT, Rule, Units
+from flowcorr.rollout.questions import (
+    ERRORS,
+    LATENTS,
+    LOG_PROBS,
+    SIGMAS,
+    STDS,
+    STEP_NOISE,
+    TRAJECTORIES,
+    WINDOWS,
+)
 
 _SHARED_ERRORS = 8.0  # a sum of squares has a longer tail on the right: as rare as 6 of a normal variable
 _TAILS_OF_GAP = 30.0  # mean fourth power of a gap's elements beside `r^4`: 3 if they are normal
@@ -218,9 +228,7 @@ RUN = (
                 what="share of samples with other SDE steps or noise levels than their seeds and the schedule give",
                 high=0.0,
                 advice="the engine draws windows of its own, and fewer of the schedule's steps may be trained than "
-                "the recipe asks for: pass sampling.sde_window_size, sde_window_range, sde_window_layout and "
-                "window_per with every request, or take the steps that flowcorr.sde.draw_windows gives; sigmas come "
-                "from the schedule's table, in float32",
+                f"the recipe asks for: {WINDOWS.remedy}; or its noise levels are others: {SIGMAS.remedy}",
             ),
         ),
         row(
@@ -232,10 +240,9 @@ RUN = (
             rule=Rule(
                 name="trajectories",
                 what="share of samples whose latents do not fit together, or do not begin at their seeds' noise,",
-                high=0.0,
-                advice="the initial noise is not the one that (seed, training step, group, member) give, in size or "
-                "place, or latents of another sample or step were returned: draw it by flowcorr.sde.initial_noise, "
-                "and return the latents before and after each step as they were",
+                high=TRAJECTORIES.limit,
+                advice="the initial noise is not that of its seeds, in size or place, or latents of another sample or "
+                f"step were returned: {TRAJECTORIES.remedy}",
             ),
         ),
         row(
@@ -245,9 +252,8 @@ RUN = (
             rule=Rule(
                 name="coarse_latents",
                 what="share of samples whose latents were rounded to half precision, or clamped,",
-                high=0.0,
-                advice="draw, keep and return latents in float32, the initial noise included, and leave them as they "
-                "are between the steps",
+                high=LATENTS.limit,
+                advice=LATENTS.remedy,
             ),
         ),
         row(
@@ -258,7 +264,7 @@ RUN = (
             rule=Rule(
                 name="log_prob_error",
                 what="difference of a log-prob from that of the noise of its seeds",
-                high=1e-5,  # float32 gives 1e-6; noise rounded to bfloat16 1e-4
+                high=LOG_PROBS.limit,
                 advice="the engine draws other noise than (seed, training step, group, member) and step index give, in "
                 "its size or its place, or returns log-probs of other samples, or such that are not mean-pooled, "
                 f"normalised and float32: {DOCTOR}",
@@ -271,8 +277,8 @@ RUN = (
             rule=Rule(
                 name="std_error",
                 what="relative difference of a step's std from that of the configuration",
-                high=1e-4,
-                advice="sample with sampling.sde_type and sampling.noise_level, and return the full std of a step",
+                high=STDS.limit,
+                advice=STDS.remedy,
             ),
         ),
         row(
@@ -284,10 +290,9 @@ RUN = (
             rule=Rule(
                 name="seeded_noise",
                 what="standard errors between the step noise and that of its seeds",
-                high=6.0,
-                advice="latents after a step are not its mean plus s times the standard normal noise that (seed, "
-                "training step, group, member) and step index give: another size, other seeds, the latents of another "
-                "sample, or latents that moved after the step",
+                high=STEP_NOISE.limit,
+                advice="the noise of a step has another size or other seeds, belongs to another sample, or latents "
+                f"moved after the step: {STEP_NOISE.remedy}",
             ),
         ),
         row(

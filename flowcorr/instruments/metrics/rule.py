@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 DOCTOR = "find the cause with `flowcorr doctor` first"
 PERSISTENT = 3  # consecutive steps; a single one may be chance
-ERRORS = 6.0  # standard errors; chance exceeds this once in 5e8 steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

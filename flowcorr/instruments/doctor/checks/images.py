@@ -21,6 +21,7 @@ from flowcorr.instruments.doctor.fitting import fitted
 from flowcorr.instruments.finding import Finding
 from flowcorr.models import DTYPES, ModelFamily
 from flowcorr.rollout.precision import image_limit
+from flowcorr.rollout.questions import IMAGES_REMEDY
 from flowcorr.rollout.sampler import decode
 
 WARN_MARGIN = 1.25
@@ -85,8 +86,7 @@ def check_images(exam: Exam) -> Finding:
         limit,
         message,
         message,
-        "compare the VAEs, their scaling and shift, their tiling, the order of channels, and what encodes or resizes "
-        "images on their way; rewards score the engine's images",
+        IMAGES_REMEDY,
         fails_above=WARN_MARGIN * limit,
     )
 

@@ -17,11 +17,10 @@ from flowcorr.instruments.doctor.legs import MEAN, Convention
 from flowcorr.instruments.faults import diagnose
 from flowcorr.instruments.finding import LEVELS, Finding
 from flowcorr.instruments.steps import gap_of
+from flowcorr.rollout.questions import ERRORS, LOG_PROBS
 from flowcorr.sde.log_prob import HALF_LOG_TWO_PI
 
-LOG_PROB_TOLERANCE = 1e-5  # a log-prob follows from its own mean to 5e-7; bfloat16 rounding costs 2e-3
 LOG_PROB_ROUNDING = 2e-6  # relative above 1: two float32 means of the same numbers differ by 1.2e-7
-Z_LIMIT = 6.0  # standard deviations, over a few hundred terms at most
 MISTAKES = {
     "summed": "summed over the elements instead of averaged",
     "normaliser": "without their normaliser",
@@ -36,9 +35,9 @@ def check_log_probs(exam: Exam) -> Finding:
     trial = exam.trials.base
     found, expected = trial.rollout.log_probs, _own_log_probs(exam)
     gap = float((found - expected).abs().max())
-    if gap > LOG_PROB_TOLERANCE and _fits_actor(exam):
+    if gap > LOG_PROBS.limit and _fits_actor(exam):
         return passed("log-probs agree with the actor's, but not with the returned means: see bookkeeping")
-    mistake = _mistake(exam, found) if gap > LOG_PROB_TOLERANCE else None
+    mistake = _mistake(exam, found) if gap > LOG_PROBS.limit else None
     what = (
         f"are {MISTAKES[mistake]}"
         if mistake
@@ -46,11 +45,10 @@ def check_log_probs(exam: Exam) -> Finding:
     )
     return judged(
         gap,
-        LOG_PROB_TOLERANCE,
+        LOG_PROBS.limit,
         "log-probs are mean-pooled, normalised and float32",
         f"log-probs {what}: off by up to {gap:.2g}",
-        "score with flowcorr.sde.log_prob: the mean over the elements, with its normaliser, in float32; return the "
-        "latents, means and stds that were scored",
+        LOG_PROBS.remedy,
         mistake=mistake,
     )
 
@@ -67,7 +65,7 @@ def check_bookkeeping(exam: Exam) -> Finding:
     z = float((excess * math.sqrt(trial.rollout.num_elements) / squared.sqrt().clamp(min=1e-12)).max())
     return judged(
         z,
-        Z_LIMIT,
+        ERRORS,
         f"log-probs differ as the step means do (|z| up to {z:.2f})",
         f"log-probs differ by {z:.3g} standard deviations from what the step means explain",
         "return the latents, means and sigmas that were scored; precision does not explain this",
@@ -77,7 +75,7 @@ def check_bookkeeping(exam: Exam) -> Finding:
 def _mistake(exam: Exam, found: Tensor) -> str | None:
     """The name of the mistake that gives these log-probs; None if no usual one does."""
     for name, formula in _formulas(exam):
-        if torch.allclose(found, formula, rtol=1e-4, atol=LOG_PROB_TOLERANCE):
+        if torch.allclose(found, formula, rtol=1e-4, atol=LOG_PROBS.limit):
             return name
     return "rounded" if torch.equal(found, found.to(torch.bfloat16).float()) else None
 

@@ -14,19 +14,18 @@ from flowcorr.instruments.doctor.captured import Captured
 from flowcorr.instruments.doctor.exam import Exam, rms
 from flowcorr.instruments.doctor.findings import failed, judged, passed, skipped
 from flowcorr.instruments.doctor.legs import Legs
-from flowcorr.instruments.doctor.trials import TRAINING_STEP, Trial
+from flowcorr.instruments.doctor.trials import Trial
 from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.metrics.of_run import skew
 from flowcorr.instruments.stored import stored_in
 from flowcorr.records import Rollout
-from flowcorr.rollout.witnesses import seeded_noise
+from flowcorr.rollout.questions import ERRORS, STEP_NOISE
 
 FALSE_ALARMS = 1e-6  # probability that `check_noise` fails by chance
 NOISE_GAP = 0.05  # rms; latents have unit scale, and different noise gives 0.9 or more
 SEEDED = 1e-4  # rms; float32 leaves 2e-6 beyond its rounding of the latents, rounding to bfloat16 1e-3
 LATENT_ROUNDING = 4 * torch.finfo(torch.float32).eps
 SHAPE_GAP = 1e-3  # rms; 3e-7 in float32 (2e-6 under guidance), .002 in bfloat16; lower precision allows more
-ERRORS = 6.0  # standard errors of captured noise
 _CLAMPED = 3  # elements of one largest size
 SHARED = 0.5  # correlation above which two captured draws are one
 
@@ -103,12 +102,8 @@ def _moments(noise: Tensor) -> _Moments:
 
 def check_seeds(exam: Exam) -> Finding:
     worst = 0.0
-    for trial, training_step in (
-        (exam.trials.base, TRAINING_STEP),
-        (exam.trials.moved, exam.trials.moved_step),
-    ):
-        seeded = seeded_noise(trial.rollout, seed=exam.config.trainer.seed, training_step=training_step)
-        found = _step_noise(trial)
+    for trial, compared in zip((exam.trials.base, exam.trials.moved), exam.compared, strict=True):
+        seeded, found = compared.noise, _step_noise(trial)
         rest = (found - seeded.flatten(2).flatten(0, 1).to(found.device)).square().mean(1).sqrt()
         size = trial.rollout.window.next_latents.flatten(2).square().mean(2).sqrt()
         rounding = (LATENT_ROUNDING * size / trial.engine_stds).flatten()
@@ -118,8 +113,7 @@ def check_seeds(exam: Exam) -> Finding:
         SEEDED,
         "step noise is that of its seeds",
         f"step noise differs from that of its seeds by {worst:.2g} (rms; other noise differs by 1.4)",
-        "add s times flowcorr.sde.step_noise of (seed, training step, group, member) and step index to the mean, in "
-        "float32, and leave the latents as they are",
+        STEP_NOISE.remedy,
     )
 
 

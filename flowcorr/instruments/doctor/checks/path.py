@@ -16,6 +16,7 @@ from flowcorr.instruments.gap_words import percent
 from flowcorr.models import DTYPES, Schedule
 from flowcorr.rollout.outside import LegName, Repeated, Velocity, repeat_outside
 from flowcorr.rollout.precision import NO_GAP, coarse_weights
+from flowcorr.rollout.questions import AFTER, BEFORE, BETWEEN, Question
 
 # Medians over the samples, since a small error sends single images another way. Clean runs of the embedded model (bf16,
 # fp8, int4, guidance) stay below 1 in errors of the window, and below 1.6 where one or two samples have the leg.
@@ -29,10 +30,7 @@ WORDS: Mapping[LegName, str] = {
     "between": "between its steps",
     "after": "after the window",
 }
-REMEDY = (
-    "compare the initial noise, prompt embeddings, guidance, timesteps and schedule of the steps outside the window in "
-    "both stacks, and leave latents as they are between the steps"
-)
+QUESTIONS: Mapping[LegName, Question] = {"before": BEFORE, "between": BETWEEN, "after": AFTER}
 
 
 def check_path(exam: Exam) -> Finding:
@@ -46,22 +44,22 @@ def check_path(exam: Exam) -> Finding:
     legs = [leg for leg in repeated if leg.moves]
     if not legs:
         return skipped("no step lies outside the SDE window")
-    largest, name = max((_median_gap(leg) / unit, WORDS[leg.leg.name]) for leg in legs)
+    largest, name = max((_median_gap(leg) / unit, leg.leg.name) for leg in legs)
     if largest <= LARGEST and not coarse_weights(exam.config):
         for leg in legs:
             found = _systematic(leg)
             if found is not None:
                 text, factor, limit = found
-                words = WORDS[leg.leg.name]
-                return failed(f"{text} {words}", REMEDY, value=abs(factor), limit=limit, leg=words)
+                words, remedy = WORDS[leg.leg.name], QUESTIONS[leg.leg.name].remedy
+                return failed(f"{text} {words}", remedy, value=abs(factor), limit=limit, leg=words)
     return judged(
         largest,
         LARGEST,
         "the steps outside the window lead where the actor's do",
-        f"the steps {name} lead elsewhere: half of the samples that take them are more than {largest:.2g} errors "
-        "of the window away",
-        REMEDY,
-        leg=name if largest > LARGEST else None,
+        f"the steps {WORDS[name]} lead elsewhere: half of the samples that take them are more than {largest:.2g} "
+        "errors of the window away",
+        QUESTIONS[name].remedy,
+        leg=WORDS[name] if largest > LARGEST else None,
     )
 
 

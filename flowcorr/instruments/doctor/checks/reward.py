@@ -12,9 +12,9 @@ from flowcorr.instruments.doctor.findings import passed, skipped, warned
 from flowcorr.instruments.finding import Finding
 from flowcorr.records import Prompt
 from flowcorr.rewards import build_reward, score_batch
+from flowcorr.rollout.questions import REWARD
 from flowcorr.texts import folded
 
-REWARD_LIMIT = 0.1  # standard deviations of the scores, as the health rule `replay_reward`
 ROUNDING = 1e-6  # relative: captured scores may be float32
 
 
@@ -58,7 +58,7 @@ def check_captured_reward(captured: Captured) -> Finding:
     if not scored.any():
         return skipped("cannot tell: the reward failed on each image, when it was captured or now", remedy)
     spread = float(np.nanstd([*rewards.tolist(), *again.scores])) or 1.0
-    gaps = gaps[scored] / spread / REWARD_LIMIT
+    gaps = gaps[scored] / spread / REWARD.limit
     shown = (", ".join(f"{value:.3g}" for value in values) for values in (rewards.tolist(), again.scores))
     evidence = "{} captured, {} now".format(*shown)
     limits = tuple(gaps.tolist())
@@ -66,6 +66,6 @@ def check_captured_reward(captured: Captured) -> Finding:
         return passed(f"the recipe's reward gives the images these scores; {evidence}", samples=limits)
     return warned(
         f"the recipe's reward gives the images other scores, and cannot tell why; {evidence}",
-        "compare the order of images, their channels and size, and the unit of the reward",
+        REWARD.remedy,
         samples=limits,
     )

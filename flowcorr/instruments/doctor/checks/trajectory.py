@@ -9,13 +9,11 @@ from torch import Tensor
 
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import failed, judged, passed
-from flowcorr.instruments.doctor.trials import TRAINING_STEP, asked_windows
 from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.gap_words import percent
-from flowcorr.rollout import witnesses
 from flowcorr.rollout.broken import decoder_dtype, overflow
-
-STD_TOLERANCE = 1e-4  # float32 stds agree within 1e-7; a noise level of 0.8 instead of 0.7 gives 0.14
+from flowcorr.rollout.questions import LATENTS, SIGMAS, STDS, TRAJECTORIES, WINDOWS
+from flowcorr.rollout.witnesses import coarse_latents
 
 
 def check_finite(exam: Exam) -> Finding:
@@ -63,22 +61,18 @@ def check_finite(exam: Exam) -> Finding:
 
 
 def check_schedule(exam: Exam) -> Finding:
-    rollout, schedule = exam.trials.base.rollout, exam.trials.schedule
-    sigmas, after = _table(exam)[:-1], _table(exam)[1:]
-    rows = places(exam)
-    gaps = (rollout.window.sigmas - sigmas[rows]).abs(), (rollout.window.sigmas_next - after[rows]).abs()
-    gap = float(torch.stack(gaps).max())
-    steps = len(schedule.timesteps)
-    rounded = sigmas.to(torch.bfloat16).float()[rows]
-    halves = torch.equal(rollout.window.sigmas, rounded)
+    rollout, steps = exam.trials.base.rollout, len(exam.trials.schedule.timesteps)
+    table, rows = _table(exam), places(exam)
+    found = torch.stack([rollout.window.sigmas, rollout.window.sigmas_next])
+    gap = float((found - torch.stack([table[rows], table[rows + 1]])).abs().max())
+    halves = torch.equal(rollout.window.sigmas, table.to(torch.bfloat16).float()[rows])
     why = ": they are rounded to bfloat16" if halves else ""
     return judged(
         gap,
-        witnesses.SIGMA_TOLERANCE,
+        SIGMAS.limit,
         f"the sigmas are those of the actor's {steps} steps",
         f"sigmas differ from the actor's schedule of {steps} steps by up to {gap:.2g}{why}",
-        "give both stacks one scheduler config (shift, dynamic shift) and one sampling.num_inference_steps, and "
-        "take sigmas from the table by step index",
+        SIGMAS.remedy,
         dtype="bfloat16" if halves else None,
     )
 
@@ -87,10 +81,7 @@ def check_window(exam: Exam) -> Finding:
     rollout, sampling = exam.trials.base.rollout, exam.config.sampling
     low, high = sampling.sde_window_range
     found, size = rollout.window.step_indices, sampling.sde_window_size
-    remedy = (
-        "pass sampling.sde_window_size, sde_window_range (half-open), sde_window_layout and window_per with every "
-        "request, and read them per request"
-    )
+    remedy = WINDOWS.remedy
     wrong = found != (rows := places(exam))
     if bool(wrong.any()):
         step_index, sigma_of = int(found[wrong][0]), int(rows[wrong][0])
@@ -115,18 +106,14 @@ def check_window(exam: Exam) -> Finding:
     of_prompts = found.unflatten(0, (exam.trials.num_prompts, -1))
     if sampling.window_per == "group" and bool((of_prompts != of_prompts[:, :1]).any()):
         return failed("the images of one prompt have different windows", remedy=remedy)
-    trials = exam.trials
-    for window, training_step in (
-        (found, TRAINING_STEP),
-        (trials.moved.rollout.window.step_indices, trials.moved_step),
-    ):
-        asked = asked_windows(exam.config, trials.num_prompts, training_step).to(window.device)
-        others = (window != asked).any(1).nonzero().flatten().tolist()
+    for compared in exam.compared:
+        window, asked = compared.rollout.window.step_indices.tolist(), compared.windows.tolist()
+        others = compared.other_windows.nonzero().flatten().tolist()
         if others:
             return failed(
                 f"{len(others)} of {len(asked)} samples have other SDE windows than their seeds give: sample "
-                f"{others[0]} has the steps {window[others[0]].tolist()} instead of {asked[others[0]].tolist()}",
-                remedy=f"{remedy}, or take the steps that flowcorr.sde.draw_windows gives",
+                f"{others[0]} has the steps {window[others[0]]} instead of {asked[others[0]]}",
+                remedy=remedy,
                 samples_off=len(others),
             )
     return passed(f"windows are {size} {kind} steps within [{low}, {high})")
@@ -134,7 +121,6 @@ def check_window(exam: Exam) -> Finding:
 
 def check_latent_dtype(exam: Exam) -> Finding:
     rollout = exam.trials.base.rollout
-    remedy = "draw, keep and return the latents in float32, the initial noise included"
     for when, latents in (("before", rollout.window.latents), ("after", rollout.window.next_latents)):
         for place, states in enumerate(latents.unbind(1)):
             for dtype in (torch.bfloat16, torch.float16):
@@ -142,49 +128,34 @@ def check_latent_dtype(exam: Exam) -> Finding:
                     return failed(
                         f"the latents {when} step {place} of the window are all {str(dtype)[6:]} numbers: they were "
                         "rounded",
-                        remedy=remedy,
+                        remedy=LATENTS.remedy,
                     )
-    coarse = int(witnesses.coarse_latents(rollout).sum())
+    coarse = int(coarse_latents(rollout).sum())
     if coarse:
         return failed(
             f"{coarse} of {rollout.num_samples} samples have latents that were rounded to half precision, or of which "
             "several elements have exactly the largest size: they were clamped",
-            remedy=f"{remedy}, and leave them as they are",
+            remedy=LATENTS.remedy,
         )
     return passed("the trajectory is float32")
 
 
 def check_trajectory(exam: Exam) -> Finding:
-    for trial, training_step in (
-        (exam.trials.base, TRAINING_STEP),
-        (exam.trials.moved, exam.trials.moved_step),
-    ):
-        start = witnesses.seeded_start(
-            trial.rollout,
-            seed=exam.config.trainer.seed,
-            training_step=training_step,
-            same_in_group=exam.config.rollout.same_initial_noise,
-        )
-        broken = witnesses.broken_trajectories(trial.rollout, start, exam.config.sampling.num_inference_steps)
+    for compared in exam.compared:
+        broken = compared.broken_trajectories
         if bool(broken.any()):
             return failed(
                 f"the latents of {int(broken.sum())} of {len(broken)} samples do not fit together, or do not begin at "
                 f"the initial noise of their seeds: sample {int(broken.nonzero()[0])} is the first",
-                remedy="draw the initial noise by flowcorr.sde.initial_noise of (seed, training step, group, member), "
-                "and return the latents before and after each step of the window as they were",
+                remedy=TRAJECTORIES.remedy,
             )
     return passed("latents fit together from the initial noise of their seeds")
 
 
 def check_samples(exam: Exam) -> Finding:
     """Whether the engine returns each sample once; noise that several samples share is judged by `check_noise`."""
-    rollout = exam.trials.base.rollout
-    start = witnesses.seeded_start(
-        rollout,
-        seed=exam.config.trainer.seed,
-        training_step=TRAINING_STEP,
-        same_in_group=exam.config.rollout.same_initial_noise,
-    )
+    compared = exam.compared[0]
+    rollout, start = compared.rollout, compared.start
     window = rollout.window
     for first, second in itertools.combinations(range(rollout.num_samples), 2):
         twins = all(torch.equal(rows[first], rows[second]) for rows in (window.latents, window.next_latents))
@@ -200,15 +171,16 @@ def check_samples(exam: Exam) -> Finding:
 
 
 def check_transition(exam: Exam) -> Finding:
-    trial, sampling = exam.trials.base, exam.config.sampling
-    gap = float((trial.engine_stds / trial.stds - 1).abs().max())
+    errors, sampling = exam.compared[0].std_errors, exam.config.sampling
+    assert errors is not None, "`run_trials` refuses an engine that returns none"
+    gap = float(errors.max())
     return judged(
         gap,
-        STD_TOLERANCE,
+        STDS.limit,
         "the steps' stds agree",
-        f"the engine's step stds differ by up to {percent(gap)}",
-        f"sample with sampling.sde_type={sampling.sde_type} and sampling.noise_level={sampling.noise_level}; "
-        "return the full std of a step",
+        f"the engine's step stds differ by up to {percent(gap)} from those of sampling.sde_type={sampling.sde_type} "
+        f"and sampling.noise_level={sampling.noise_level}",
+        STDS.remedy,
     )
 
 
