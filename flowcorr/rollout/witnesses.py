@@ -16,7 +16,7 @@ from torch import Tensor
 from flowcorr import sde
 from flowcorr.config.schema import Config, SamplingConfig
 from flowcorr.models import Schedule, windows_of
-from flowcorr.records import Rollout
+from flowcorr.records import Rollout, Window
 from flowcorr.sde.transition import mean_over_elements
 
 SAME_LATENTS = 1e-5  # latents have unit scale; float32 keeps 1e-7 of it
@@ -139,6 +139,34 @@ def configured_stds(rollout: Rollout, sampling: SamplingConfig) -> Tensor:
         sampling.sde_type, nothing, nothing, window.sigmas, window.sigmas_next, sampling.noise_level
     )
     return step.std
+
+
+def without_velocity(window: Window, sampling: SamplingConfig) -> sde.Transition:
+    """The steps of a window, were the velocity 0: means `[B, T, *L]` and stds `[B, T]`."""
+    nothing = torch.zeros_like(window.latents)
+    return sde.transition(
+        sampling.sde_type,
+        window.latents,
+        nothing,
+        window.sigmas,
+        window.sigmas_next,
+        sampling.noise_level,
+    )
+
+
+def velocity_gap(means: Tensor, others: Tensor, still: Tensor) -> float:
+    """Root mean square difference of both velocities, as a share of the second.
+
+    A mean is linear in the velocity, so that the step's own factors cancel.
+
+    Args:
+        means: `[B, T, *L]`, step means.
+        others: likewise.
+        still: likewise, those of a velocity of 0.
+    """
+    difference = mean_over_elements((means - others).double().square(), 2)
+    whole = mean_over_elements((others - still).double().square(), 2)
+    return float((difference / whole.clamp(min=1e-30)).mean().sqrt())
 
 
 def log_prob_errors(rollout: Rollout, noise: Tensor, stds: Tensor, *, cps_unscaled: bool) -> Tensor:

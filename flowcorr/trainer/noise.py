@@ -19,7 +19,7 @@ from flowcorr import distributed, sde
 from flowcorr.config.schema import Config
 from flowcorr.metrics import Metrics, Stat, maximum, mean
 from flowcorr.records import Rollout, Scores
-from flowcorr.rollout.witnesses import seeded_noise
+from flowcorr.rollout.witnesses import seeded_noise, without_velocity
 from flowcorr.sde.transition import over_elements
 from flowcorr.trainer.residual_terms import in_common, terms
 
@@ -147,7 +147,7 @@ class WindowResiduals:
             scores: of the actor, with its step means.
         """
         assert scores.means is not None, "the residuals are measured from the actor's means"
-        window, sampling = rollout.window, self._config.sampling
+        window = rollout.window
         means, stds = scores.means.detach(), over_elements(scores.stds.detach(), scores.means)
         finite = over_elements(scores.log_probs.detach().isfinite(), means)
         places = torch.searchsorted(self._groups, rollout.group_ids)
@@ -159,14 +159,7 @@ class WindowResiduals:
             errors = [noise.to(dtype).float() - noise for dtype in _ROUNDED]
             self._fit("step_noise_rounding", places, residuals / stds, errors)
         if self._velocity:
-            still = sde.transition(
-                sampling.sde_type,
-                window.latents,
-                torch.zeros_like(means),
-                window.sigmas,
-                window.sigmas_next,
-                sampling.noise_level,
-            )
+            still = without_velocity(window, self._config.sampling)
             ways = torch.where(finite, means - still.mean, 0)
             self._fit("velocity_length", places, residuals, [ways])
             self._common.index_add_(0, places, residuals.sum(1).flatten(1))

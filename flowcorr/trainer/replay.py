@@ -45,7 +45,7 @@ from flowcorr.rewards import RewardOutput, score_batch
 from flowcorr.rollout import decode
 from flowcorr.rollout.outside import Repeated, repeat_outside
 from flowcorr.rollout.precision import NO_GAP, usual_gap
-from flowcorr.rollout.witnesses import seeded_noise
+from flowcorr.rollout.witnesses import seeded_noise, velocity_gap, without_velocity
 from flowcorr.trainer.collect import Samples
 from flowcorr.trainer.gap_split import behaviour_weights
 from flowcorr.trainer.image_statistics import image_residuals
@@ -216,18 +216,11 @@ def _together(parts: Iterable[Tensor]) -> Tensor:
 
 def _window_gap(actor: DiffusionActor, sample: Rollout, scores: Scores, noise: Tensor) -> float:
     """The relative error of the velocity in the window, from the step means that the known `noise` leaves."""
-    window = sample.window
     assert scores.means is not None, "`score` returns them"
-    still = sde.transition(
-        actor.config.sampling.sde_type,
-        window.latents,
-        torch.zeros_like(scores.means),
-        window.sigmas,
-        window.sigmas_next,
-        actor.config.sampling.noise_level,
-    )
+    still = without_velocity(sample.window, actor.config.sampling)
     arrived = sde.sample(sde.Transition(scores.means, scores.stds, still.step), noise)
-    return float((arrived - window.next_latents).norm() / (scores.means - still.mean).norm())
+    means = scores.means + (sample.window.next_latents - arrived)
+    return velocity_gap(means, scores.means, still.mean)
 
 
 def _reward_gap(

@@ -20,7 +20,7 @@ from flowcorr.models import Conditioning, Guidance, SamplingPlan, Schedule, wind
 from flowcorr.records import Rollout
 from flowcorr.rollout import RolloutEngine, Weights
 from flowcorr.rollout.precision import usual_gap
-from flowcorr.sde.transition import mean_over_elements
+from flowcorr.rollout.witnesses import velocity_gap, without_velocity
 
 MOVE = 0.2  # of the velocity: above the 0.14 that int4 weights cost the embedded model, still near linear
 _FIRST_TRY = 1e-2  # of an adapter's B, or relative to full weights, before it is scaled to `MOVE`
@@ -91,10 +91,7 @@ class Trial:
         return r_squared(self.engine_means, self.means if means is None else means, self.stds)
 
     def velocity_gap(self, means: Tensor | None = None) -> float:
-        """Root mean square difference of both velocities, as a share of the actor's.
-
-        A mean is linear in the velocity, so that the step's own factors cancel.
-        """
+        """Root mean square difference of both velocities, as a share of the actor's."""
         return velocity_gap(self.engine_means, self.means if means is None else means, self.still)
 
     def explained_by(self, alternatives: Sequence[Tensor]) -> float:
@@ -294,17 +291,9 @@ def _positive(conditioning: Mapping[str, Tensor]) -> Conditioning:
 
 def score_trial(actor: DiffusionActor, rollout: Rollout) -> Trial:
     """The actor's scores of `rollout` under its present weights."""
-    sampling = actor.config.sampling
     scores = actor.log_probs(rollout, with_means=True)
     assert scores.means is not None
-    still = sde.transition(
-        sampling.sde_type,
-        rollout.window.latents,
-        torch.zeros_like(rollout.window.latents),
-        rollout.window.sigmas,
-        rollout.window.sigmas_next,
-        sampling.noise_level,
-    )
+    still = without_velocity(rollout.window, actor.config.sampling)
     return Trial(
         rollout=rollout, log_probs=scores.log_probs, means=scores.means, still=still.mean, stds=still.std
     )
@@ -320,13 +309,6 @@ def score_means(actor: DiffusionActor, rollout: Rollout, *, guidance: Guidance |
 def r_squared(means: Tensor, others: Tensor, stds: Tensor) -> Tensor:
     """`r^2` `[B, T]`, twice the exact KL of the step, a latent element."""
     return 2 * sde.step_kl(means, others, stds)
-
-
-def velocity_gap(means: Tensor, others: Tensor, still: Tensor) -> float:
-    """See `Trial.velocity_gap`."""
-    difference = mean_over_elements((means - others).double().square(), 2)
-    whole = mean_over_elements((others - still).double().square(), 2)
-    return float((difference / whole.clamp(min=1e-30)).mean().sqrt())
 
 
 def asked_windows(config: Config, num_prompts: int, training_step: int) -> Tensor:
