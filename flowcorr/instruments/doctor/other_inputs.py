@@ -23,6 +23,10 @@ from flowcorr.models import Conditioning
 from flowcorr.models.packed import PackedFamily
 from flowcorr.rollout.precision import NO_GAP
 
+EXACT = 1e-6  # of r^2: less is rounding, and says nothing about which of two mistakes is the better one
+FITTED = (
+    10.0  # a mistake whose numbers were fitted has to leave so many times less than one without such numbers
+)
 SHORT_LENGTHS = 8  # every length up to this one is tried, then powers of two, CLIP's 77 and all but one token
 
 
@@ -36,6 +40,7 @@ class Mistake:
         numbers: the same as data.
         inputs: conditioning `{name: [P, ...]}` of the prompts; each step may have been taken with another of them.
         placed: changes the actor's transformer while it scores.
+        fitted: whether its numbers are those that fit best.
     """
 
     check: str
@@ -45,6 +50,7 @@ class Mistake:
     placed: Callable[[nn.Module], AbstractContextManager[None]] = field(
         default=lambda transformer: contextlib.nullcontext()
     )
+    fitted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -92,9 +98,12 @@ def _explanation(exam: Exam) -> Explanation | None:
     for mistake in mistakes(exam, worst):
         means = _means(exam, worst, mistake, prompts)
         evidence = _evidence(exam, worst, means)
-        if evidence is not None and (best is None or evidence.share > best[0]):
-            best = evidence.share, mistake, evidence
-    if best is None or _another_scale(exam, worst) >= best[0]:
+        if evidence is None:
+            continue
+        left = max(1 - evidence.share, EXACT) * (FITTED if mistake.fitted else 1)
+        if best is None or left < best[0]:
+            best = left, mistake, evidence
+    if best is None or _another_scale(exam, worst) >= best[2].share:
         return None
     _, mistake, evidence = best
     return Explanation(
@@ -304,6 +313,7 @@ def _of_references(exam: Exam, trial: Trial, conditioning: Conditioning) -> Iter
         "scaled",
         scale * references + shift,
         numbers={"scale": scale, "shift": shift},
+        fitted=True,
     )
     drawn = trial.rollout.latent_shape[0] * trial.rollout.latent_shape[1]
     for name, place in places(family.transformer).items():

@@ -131,7 +131,7 @@ def test_a_fault_that_is_large_beside_rounding_has_twice_the_factor_that_roundin
 
 def test_samples_with_a_gap_are_told_from_those_without(small_run):
     trial = run_trials(*_parts(small_run())).base
-    means = trial.means.clone()
+    means = trial.engine_means.clone()
     means[2] += 0.1
     odd = replace(trial, means=means)
     assert odd.samples_off() == [2]
