@@ -19,7 +19,6 @@ from flowcorr.instruments.metrics.table import RULES
 from flowcorr.instruments.replicas import ReplicaMonitor
 from flowcorr.instruments.setting import Setting
 from flowcorr.rollout.precision import usual_gap
-from flowcorr.rollout.step_distance import step_distance
 
 NUM_ELEMENTS, USUAL_GAP = "rollout/num_elements", "rollout/usual_gap"
 """The metrics that are `D`, and the limit of `rollout_corr/replay/window`."""
@@ -35,12 +34,8 @@ def units_of(config: Config, logged: Mapping[str, Any]) -> Units:
     """
     setting, num_elements = Setting.of(config), logged_num_elements(logged)
     gap = logged[USUAL_GAP] if logged.get(USUAL_GAP) is not None else usual_gap(config)
-    units = replace(
-        units_of_setting(setting, num_elements, num_terms=num_terms(config)), config=config, usual_gap=gap
-    )
-    if num_elements is None or setting.staleness:
-        return units
-    return replace(units, usual_distance=step_distance(config.sampling, gap))
+    units = units_of_setting(setting, num_elements, num_terms=num_terms(config))
+    return replace(units, config=config, usual_gap=gap).with_velocities(logged)
 
 
 def units_of_setting(setting: Setting, num_elements: int | None, *, num_terms: int) -> Units:

@@ -5,29 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flowcorr.config.schema import SamplingConfig
 from flowcorr.sde import SdeType, transition
 
 # Root mean square of `x1 - x0`, at most, where the data have at most the variance of the noise.
 _VELOCITY = 1.5
-
-
-def step_distance(sampling: SamplingConfig, velocity_gap: float) -> float:
-    """The largest distance of two step means, in stds, that a gap of their velocities makes in the SDE window.
-
-    Shifted schedules take smaller steps at low noise levels than the uniform one, which therefore gives a bound.
-
-    Args:
-        sampling: schedule, transition and window.
-        velocity_gap: root mean square difference of the velocities, as a share of them.
-    """
-    first, end = sampling.sde_window_range
-    if sampling.sde_type == "cps":  # its last step has no noise, and so no log-prob
-        end = min(end, sampling.num_inference_steps - 1)
-    levels = 1 - torch.arange(first, end + 1, dtype=torch.float64) / sampling.num_inference_steps
-    return float(
-        distances(sampling.sde_type, levels[:-1], levels[1:], sampling.noise_level, velocity_gap).max()
-    )
 
 
 def distances(

@@ -2,7 +2,7 @@
 
 The means are the actor's own, of the first forward pass that it makes of a batch anyway: that of the old log-probs, or
 in bypass mode the one before the first optimizer step. So no engine has to return its means. Both means differ by
-rounding and staleness, which the health rules allow for.
+rounding and staleness, which the health rules allow for: rounding moves a mean by a share of what the velocity does.
 
 The seeds give the noise that was to be added, so both are compared, too. What the means differ by does not depend on
 the noise: its correlation with the seeded noise is that of two independent directions, whatever the precision.
@@ -38,7 +38,7 @@ class NoiseMeter:
     """
 
     def __init__(self, rollout: Rollout, config: Config, training_step: int) -> None:
-        self._cps_unscaled = config.sampling.cps_unscaled
+        self._sampling, self._fresh = config.sampling, scored_by_sampler(config)
         self._seeds = {"seed": config.trainer.seed, "training_step": training_step}
         self._beside = torch.zeros(3, dtype=torch.float64)
         self._parts: list[Metrics] = []
@@ -67,6 +67,12 @@ class NoiseMeter:
                 (squared * (squared - 6) + 3).sum(dtype=torch.float64), noise.numel()
             ),
         }
+        if self._fresh:
+            ways = (scores.means.detach() - without_velocity(window, self._sampling).mean)[finite]
+            ways = ways / over_elements(stds, ways)
+            stats["rollout/velocity_distance"] = _root_mean_square(
+                ways.square().sum(dtype=torch.float64), ways.numel()
+            )
         self._compare(noise, seeded_noise(rollout, **self._seeds).to(noise.device)[finite].flatten(1))
         self._parts.append(Metrics.from_stats(stats))
 
@@ -95,10 +101,14 @@ class NoiseMeter:
     def _std(self, log_probs: Tensor, stds: Tensor, num_elements: int) -> Stat:
         """The std around 0 that the rollout's own log-probs imply; a difference of the means does not change it."""
         known = log_probs.isfinite()
-        variance = sde.noise_variance(log_probs[known], stds[known], cps_unscaled=self._cps_unscaled)
+        variance = sde.noise_variance(log_probs[known], stds[known], cps_unscaled=self._sampling.cps_unscaled)
         variance = variance.clamp(min=0)  # below, the log-probs are higher than those of any latents
         squares = variance.sum(dtype=torch.float64) * num_elements
-        return Stat("std", (variance.numel() * num_elements, 0.0, squares))
+        return _root_mean_square(squares, variance.numel() * num_elements)
+
+
+def _root_mean_square(squares: Tensor, count: int) -> Stat:
+    return Stat("std", (count, 0.0, squares))
 
 
 def _scores(sums: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from flowcorr.rollout.precision import LARGEST_DISTANCE, MARGIN, ROUNDINGS
 from tests.judging import examine_step
 
 SIZE = {"rollout/num_elements": 512}
+MOVED = {"rollout/velocity_distance": 0.8}
 SECTION = "algorithm.rollout_correction"
 CAPPED = Units(cap=2.0, bypass=True, num_terms=2048, num_elements=1024)
 
@@ -36,14 +37,17 @@ def test_what_was_not_measured_is_not_judged():
 def test_the_kl_is_judged_by_what_the_precision_explains(emulate, clean, fault, scale):
     section = f"{SECTION}={{preset: decoupled_seq_is, log_ratio_scale: {scale}}}"
     units = units_of(load("tiny_ocr_lora", [f"rollout.emulate={emulate}", section]), SIZE)
-    assert causes({"rollout_corr/kl": clean}, units) == []
-    assert causes({"rollout_corr/kl": fault}, units) == ["kl"]
-    assert causes({"rollout_corr/kl": -fault}, units) == ["kl"]
+    assert causes({"rollout_corr/kl": clean, **MOVED}, units) == []
+    assert causes({"rollout_corr/kl": fault, **MOVED}, units) == ["kl"]
+    assert causes({"rollout_corr/kl": -fault, **MOVED}, units) == ["kl"]
 
 
 def test_where_the_precision_is_not_known_or_weights_are_stale_any_precision_passes():
     config = load("tiny_ocr_lora", ["rollout.emulate=none"])
-    known, foreign = units_of(config, SIZE), units_of_setting(Setting.of(config), 512, num_terms=192)
+    known, foreign = (
+        units_of(config, SIZE | MOVED),
+        units_of_setting(Setting.of(config), 512, num_terms=192),
+    )
     stale = units_of(load("tiny_ocr_lora", ["rollout.emulate=none", "rollout.staleness=2"]), SIZE)
     assert known.usual_distance < 1e-5
     for units in (foreign, stale, units_of(config, {})):
@@ -52,10 +56,23 @@ def test_where_the_precision_is_not_known_or_weights_are_stale_any_precision_pas
         assert causes({"rollout_corr/kl": 0.1}, units) == ["kl"]
 
 
+def test_velocities_that_move_step_means_farther_explain_a_larger_kl():
+    """The limit is that of each step's own velocities: a fiftieth of a velocity that moves a mean by 10 stds is .2."""
+    units = units_of(load("tiny_ocr_lora", ["rollout.emulate=none", "rollout.dtype=bfloat16"]), SIZE)
+    share = 0.02
+    assert share < units.usual_gap
+    for distance in (4.0, 10.0):
+        kl = (share * distance) ** 2 / 2
+        assert causes({"rollout_corr/kl": kl, "rollout/velocity_distance": distance}, units) == []
+        assert causes({"rollout_corr/kl": kl, "rollout/velocity_distance": distance / 4}, units) == ["kl"]
+
+
 def test_the_gap_that_precision_explains_is_the_one_that_the_run_logged():
     """A model with guidance as an input does not amplify rounding, which its configuration alone does not tell."""
     config = load("tiny_ocr_lora", ["rollout.dtype=bfloat16", "sampling.guidance_scale=3.5"])
-    guided, distilled = (units_of(config, {**SIZE, **gap}) for gap in ({}, {"rollout/usual_gap": 0.034}))
+    guided, distilled = (
+        units_of(config, {**SIZE, **MOVED, **gap}) for gap in ({}, {"rollout/usual_gap": 0.034})
+    )
     assert guided.usual_gap > 0.09
     assert causes({"rollout_corr/replay/window": 0.05}, guided) == []
     assert causes({"rollout_corr/replay/window": 0.05}, distilled) == ["replay_window"]
@@ -80,7 +97,6 @@ def test_units_without_correction_and_without_one_cap():
         num_terms=192,
         num_elements=512,
         usual_gap=MARGIN * ROUNDINGS["fp8"].plain,
-        usual_distance=units.usual_distance,
     )
     assert units_of(load("tiny_ocr_lora", [f"{SECTION}.preset=decoupled_token_icepop"]), SIZE).cap == math.inf
     assert units_of(load("tiny_ocr_lora", [f"{SECTION}.preset=bypass_ppo_clip"]), SIZE).bypass

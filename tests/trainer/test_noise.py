@@ -13,7 +13,9 @@ from flowcorr.trainer.residual_terms import RESIDUALS
 from tests.judging import examine_step
 
 STEP = 1
-NAMES = {f"rollout/noise_{name}" for name in ("std", "mean", "tails", "shared_by", "z_max")}
+NAMES = {f"rollout/noise_{name}" for name in ("std", "mean", "tails", "shared_by", "z_max")} | {
+    "rollout/velocity_distance"
+}
 
 
 def measured(run, rollout=None):
@@ -53,6 +55,32 @@ def test_noise_of_a_healthy_rollout(make_run, sampling):
     together = noise.flatten(2).sum((0, 1)).square().mean().item()
     assert values["rollout/noise_shared_by"] == pytest.approx(together / noise.shape[:2].numel(), rel=1e-3)
     assert named(run, values) == []
+
+
+@pytest.mark.parametrize("sampling", [{}, {"sde_type": "cps", "noise_level": 0.5}])
+def test_a_longer_velocity_moves_step_means_by_as_large_a_share_of_its_distance(make_run, sampling):
+    run = make_run(sampling=sampling)
+    rollout = run.sample()
+    scores = run.actor.log_probs(rollout, with_means=True)
+    meter = NoiseMeter(rollout, run.config, STEP)
+    meter.add(rollout, scores)
+    window = rollout.window
+    still = sde.transition(
+        run.config.sampling.sde_type,
+        window.latents,
+        0 * scores.means,
+        window.sigmas,
+        window.sigmas_next,
+        run.config.sampling.noise_level,
+    ).mean
+    kl = sde.step_kl(scores.means + 0.01 * (scores.means - still), scores.means, scores.stds)
+    distance = meter.metrics().compute()["rollout/velocity_distance"]
+    assert (0.01 * distance) ** 2 / 2 == pytest.approx(kl.mean().item(), rel=1e-3)
+
+
+def test_velocities_of_weights_that_did_not_sample_are_not_measured(make_run):
+    run = make_run(rollout={"staleness": 1}, actor={"old_policy": "current"})
+    assert "rollout/velocity_distance" not in measured(run)
 
 
 @pytest.mark.parametrize("emulate", ["fp8", "int4"])

@@ -42,7 +42,7 @@ DRIFT = under(
     row(
         "kl",
         "Mean of rollout minus target log-prob: the plain estimate of the KL divergence of a step. Healthy up to what "
-        "the precision of both stacks explains at the steps of the window, times three in velocity; the range given "
+        "the precision of both stacks explains, `rollout/usual_gap` times `rollout/velocity_distance`; the range given "
         "here is that of a run whose precision is not known, or whose weights are stale.",
         NATS,
         chart=Drawn(section="drift", title="KL of rollout and old policy, K1"),

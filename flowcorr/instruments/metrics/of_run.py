@@ -214,6 +214,12 @@ RUN = (
             "guidance: the limit of `rollout_corr/replay/window`.",
             "share",
         ),
+        row(
+            "velocity_distance",
+            "How far the velocity moves a step mean, root mean square over the window. A relative error of the "
+            "velocity moves it by as large a share of this. Not logged where other weights score than sampled.",
+            "standard deviations",
+        ),
         row("staleness_mean", "Mean age of the weights that sampled.", "training steps"),
         row("staleness_max", "Largest age of the weights that sampled.", "training steps"),
         row("dropped_stale_samples", "Samples dropped because their weights were too old.", "samples"),

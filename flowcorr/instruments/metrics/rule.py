@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from flowcorr.instruments.finding import LEVELS, Finding, Level
-from flowcorr.rollout.precision import LARGEST_DISTANCE
+from flowcorr.rollout.precision import LARGEST_DISTANCE, LARGEST_GAP
 
 if TYPE_CHECKING:
     from flowcorr.config.schema import Config
@@ -31,7 +31,8 @@ class Units:
         num_elements: `D`; None if the run did not log it. Then step noise is not judged.
         densities: whether log-probs are densities, so that their differences bound the distance of the step means.
         usual_gap: the largest gap of both stacks' velocities that their precision explains.
-        usual_distance: the largest distance of both stacks' step means, in stds, that their precision explains.
+        usual_distance: the largest distance of both stacks' step means, in stds, that their precision explains: in the
+            training step that is judged, or in the first one for the limits of a whole run.
         mean_gap: an upper bound of `r`, the distance of both policies' step means in stds, in the training step that is
             judged; 0 for the limits of a whole run.
     """
@@ -48,6 +49,13 @@ class Units:
     usual_distance: float = LARGEST_DISTANCE
     mean_gap: float = 0.0
 
+    def with_velocities(self, metrics: Mapping[str, Any]) -> Self:
+        """With the distance of step means that velocities as long as those of a training step explain, if logged."""
+        moved = metrics.get("rollout/velocity_distance")
+        return (
+            self if moved is None else replace(self, usual_distance=min(self.usual_gap, LARGEST_GAP) * moved)
+        )
+
     def of_step(self, metrics: Mapping[str, Any]) -> Self:
         """The units of a training step: `mean_gap` is infinite where it is not known.
 
@@ -56,9 +64,9 @@ class Units:
         """
         distance = metrics.get("rollout_corr/logprob_abs_diff_mean")
         if distance is None or not distance >= 0 or self.num_elements is None or not self.densities:
-            return replace(self, mean_gap=math.inf)
+            return replace(self.with_velocities(metrics), mean_gap=math.inf)
         bound = min(math.sqrt(2 * distance), math.sqrt(math.pi / 2 * self.num_elements) * distance)
-        return replace(self, mean_gap=bound)
+        return replace(self.with_velocities(metrics), mean_gap=bound)
 
 
 Limit = float | Callable[[Units], float]
