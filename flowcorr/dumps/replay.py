@@ -84,7 +84,8 @@ class ReplaySamples:
         adapter: the tensors of the LoRA that sampled, as `peft.get_peft_model_state_dict` names them.
         adapter_alpha: its `lora_alpha`; needed with `adapter`.
         max_sequence_length: tokens of the long text encoder; None is the model family's default.
-        dtype: in which the transformer computed: `float32`, `bfloat16` or `float16`.
+        dtype: in which the transformer computed: `float32`, `bfloat16` or `float16`. Leave it out where weights are
+            rounded to fewer bits, as to fp8 or int4.
     """
 
     prompts: Sequence[str]
@@ -282,7 +283,8 @@ def _problem_of_values(tensors: Mapping[str, Tensor]) -> str:
         if name in tensors and (lost := (~tensors[name].isfinite().flatten(1).all(1)).nonzero()).numel():
             return (
                 f"{name} of sample {int(lost[0])} is not finite, so nothing can be replayed; give samples without NaN "
-                "and infinity, and see why this one has them: the weights have diverged, or its dtype overflows"
+                "and infinity, and see why this one has them: the weights have diverged, or numbers overflow in "
+                "float16"
             )
     return ""
 

@@ -105,8 +105,8 @@ def _non_finite(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
             "since training step": next(iter(hit)),
             "training steps": len(hit),
         },
-        remedy="find the first one: weights that diverged (lower the learning rate), a precision that overflows, or a "
-        "step whose std is 0; these samples are left out of all numbers here",
+        remedy="find the first one: weights that diverged (lower the learning rate), numbers that overflow in float16, "
+        "or a step whose std is 0; these samples are left out of all numbers here",
     )
 
 

@@ -40,19 +40,19 @@ def find_broken(
 
 
 def overflow(fault: str, computes_in: str) -> str:
-    """Why numbers are not finite, in words; float32 has room for all that a healthy model computes.
+    """Why numbers are not finite, in words; float32 and bfloat16 have room for all that a healthy model computes.
 
     Args:
         fault: what is wrong where the dtype is not.
         computes_in: key and value of the dtype, such as `model.dtype=float16`.
     """
-    if computes_in.endswith("=float32"):
-        return f"{fault}, since numbers overflow even in {computes_in}"
-    return f"numbers overflow in {computes_in}, or {fault}"
+    if computes_in.endswith("=float16"):
+        return f"numbers overflow in {computes_in}, or {fault}"
+    return f"{fault}, since numbers overflow even in {computes_in}"
 
 
 def _other_dtype(computes_in: str) -> str:
-    return "" if computes_in.endswith("=float32") else ", or use another dtype"
+    return ", or use bfloat16" if computes_in.endswith("=float16") else ""
 
 
 def decoder_dtype(config: Config) -> str:

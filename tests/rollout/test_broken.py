@@ -55,10 +55,11 @@ def test_latents_come_before_pixels():
     latents = torch.zeros(4, 2, 3)
     latents[1, 0, 0], latents[3, 1, 2] = torch.nan, torch.inf
     images = torch.tensor([True, False, False, True])
-    broken = find_broken([torch.zeros(4, 5), latents], images, samples_in="rollout.dtype=a", decodes_in="b")
+    keys = {"samples_in": "rollout.dtype=float16", "decodes_in": "model.dtype=bfloat16"}
+    broken = find_broken([torch.zeros(4, 5), latents], images, **keys)
     assert sorted(broken) == [1, 2, 3]
-    assert all("overflow in rollout.dtype=a" in broken[place] for place in (1, 3))
-    assert "overflow in b" in broken[2]
+    assert all("overflow in rollout.dtype=float16" in broken[place] for place in (1, 3))
+    assert "overflow even in model.dtype=bfloat16" in broken[2]  # its range is that of float32
 
 
 def test_the_decoder_is_that_of_the_process_that_samples():

@@ -119,9 +119,21 @@ def advise(facts: Facts, *, of_recipe: bool = True) -> list[Finding]:
     if wider and of_recipe:
         sentence = "or bypass, with a clip range above the noise"
         found.append(Finding(level="note", cause="wider_clip", sentence=sentence, keys=wider))
-    if bypass and facts.older_weights is None and not of_recipe:
+    if facts.if_newest and not facts.negligible:
+        told.append(_broken_if_newest(facts))
+    elif bypass and facts.older_weights is None and not of_recipe:
         told.append(_ASSUMED_NEWEST)
     return found + told
+
+
+def _broken_if_newest(facts: Facts) -> Finding:
+    return Finding(
+        level="warning",
+        cause="ages",
+        sentence="the dump does not tell whether these weights were the newest; if they were, a part of engine or "
+        f"trainer is wrong. {facts.beyond}",
+        remedy=REMEDY,
+    )
 
 
 def kind_of(facts: Facts) -> Kind:
@@ -192,7 +204,8 @@ def _about_gap(facts: Facts, kind: Kind) -> str:
     if facts.beyond is not None:
         return f"{gap} {facts.beyond}"
     return (
-        f"{gap} Beyond r = {LARGEST_DISTANCE:g} no precision explains a gap, and weights cannot remove its bias."
+        f"{gap} Beyond r = {LARGEST_DISTANCE:g}, a gap is that of int4 in the last steps or of a fault, which flowcorr "
+        "doctor tells apart, and weights cannot remove its bias."
         f"{_about_quantization(facts)}"
     )
 

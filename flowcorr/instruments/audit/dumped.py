@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -22,11 +24,13 @@ from flowcorr.instruments.faults import delta, diagnose, trained_columns
 from flowcorr.instruments.finding import Finding, Report, on_files
 from flowcorr.instruments.gap_size import estimated_kl, moments_disagree
 from flowcorr.instruments.gap_table import Gap
+from flowcorr.instruments.metrics.rule import VELOCITY_DISTANCE
 from flowcorr.instruments.step_files import holds_trainer, trained_log_probs
 from flowcorr.instruments.steps import DumpedRun, ages_of, gap_of, read_dumped
 from flowcorr.instruments.stored import stored_in
 from flowcorr.records import Terms
 from flowcorr.trainer.run_config import LOSS, MODES, how_to_allow
+from flowcorr.trainer.run_folder import metrics_of
 
 
 def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> Report:
@@ -145,15 +149,22 @@ def _beyond(run: DumpedRun, gaps: Mapping[int, Terms], ages: Mapping[int, Tensor
     newest = [gap for gap in newest if gap.old_log_prob.numel()]
     if not newest or run.setting.staleness > 0:
         return None
-    return beyond(Terms.concatenate(newest), _stated(run))
+    gap = Terms.concatenate(newest)
+    return beyond(gap, _stated(run, gap))
 
 
-def _stated(run: DumpedRun) -> Stated:
+def _stated(run: DumpedRun, gap: Terms) -> Stated:
     """The precision that a run states; another trainer's does with the last samples that it captured."""
     if run.config is not None:
-        return Stated.of(run.config)
+        logged = [record.get(VELOCITY_DISTANCE) for record in metrics_of(run.folder)]
+        squares = [distance**2 for distance in logged if distance is not None]
+        stated = Stated.of(run.config)
+        return stated.with_distance(math.sqrt(fmean(squares)), gap) if squares else stated
     captured = list(replay_files(run.folder).values())
-    return Stated.of_captured(load_replay(captured[-1]) if captured else None)
+    last = load_replay(captured[-1]) if captured else None
+    indexed = run.levels is None and all(run.load(step).step_indices is not None for step in run.files)
+    whole = last is not None and last.step_indices is None
+    return Stated.of_captured(last, indexed=indexed or whole)
 
 
 def presets_of(run: DumpedRun) -> list[Preset]:

@@ -14,7 +14,6 @@ from flowcorr.instruments.gap_table import Gap
 from flowcorr.instruments.gap_words import limit_at
 from flowcorr.instruments.setting import Setting
 from flowcorr.losses import Limit, resolve_loss
-from flowcorr.rollout.precision import LARGEST_DISTANCE
 
 # Uncorrected bias, behind, is 28 sqrt(x / 0.1) % of the gradient: below 3 % at x = 1e-3, for any shift there is.
 NEGLIGIBLE_NATS = 5e-4
@@ -127,9 +126,12 @@ class Facts:
     @property
     def unexplained(self) -> bool:
         """Whether a fault is likelier than any rounding and staleness that the run states."""
-        if self.negligible or self.systematic:
-            return False
-        return self.beyond is not None or (self.r > LARGEST_DISTANCE and self.setting.quantization == "none")
+        return self.beyond is not None and not (self.negligible or self.systematic or self.if_newest)
+
+    @property
+    def if_newest(self) -> bool:
+        """Whether a gap beyond precision is a fault only if no older weights sampled, which nothing tells."""
+        return self.older_weights is None and self.beyond is not None and self.beyond.like_staleness
 
     @property
     def has_outliers(self) -> bool:

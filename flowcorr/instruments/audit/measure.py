@@ -22,7 +22,7 @@ from flowcorr.config.schema import Config, RolloutConfig
 from flowcorr.data import PromptStream, load_prompts
 from flowcorr.errors import ConfigError
 from flowcorr.instruments.audit.effect import Steps
-from flowcorr.instruments.audit.explained import Stated, beyond
+from flowcorr.instruments.audit.explained import Stated, beyond, velocity_of
 from flowcorr.instruments.audit.facts import Facts
 from flowcorr.instruments.audit.gap import measure_gap, split_gap
 from flowcorr.instruments.audit.judge import report_of
@@ -121,7 +121,7 @@ def examine_batches(
     """
     config, seconds = actor.config, _Seconds(actor.device)
     staleness = config.rollout.max_weight_age
-    gaps, engines, stales = [], [], []
+    gaps, engines, stales, velocities = [], [], [], []
     for step, batch in enumerate(prompts):
         sample = partial(
             engine.sample, cache(batch), range(len(batch)), training_step=step + 1, with_means=True
@@ -134,6 +134,7 @@ def examine_batches(
             engine.sync(actor.weights.snapshot())
             continue
         gaps.append(scored)
+        velocities.append(velocity_of(rollout.window, config.sampling))
         if staleness:
             of_engine, of_staleness = split_gap(actor, rollout, engine.history)
             engines.append(of_engine)
@@ -155,7 +156,7 @@ def examine_batches(
             stale_nats=stale,
             recompute_share=cost.share,
             older_weights=staleness > 0,
-            beyond=beyond(of_precision, Stated.of(config)),
+            beyond=beyond(of_precision, replace(Stated.of(config), velocity=max(velocities))),
         ),
         presets=compare([as_steps(gap)], setting.correction, warm_up=WARM_UP),
         beside=[*_of_cost(cost), *_of_staleness(setting, joint_nats(of_precision), stale)],

@@ -116,8 +116,8 @@ DRIFT = under(
             what="share of terms of which the engine's or the trainer's log-prob is not finite",
             high=0.0,
             serious=0.1,
-            advice="all numbers of the gap leave these terms out: weights diverge, or a precision overflows. The check "
-            "`finite` of `flowcorr doctor` says in which of the two",
+            advice="all numbers of the gap leave these terms out: weights diverge, or numbers overflow in float16. The "
+            "check `finite` of `flowcorr doctor` says on which side",
         ),
     ),
     row(

@@ -126,8 +126,8 @@ UPDATE = under(
             what="share of terms whose log-prob is not finite",
             high=0.0,
             serious=0.1,
-            advice="the loss leaves these terms out: the weights diverge (lower actor.lr or actor.grad_clip), "
-            "or a precision overflows (model.dtype, rollout.dtype)",
+            advice="the loss leaves these terms out: the weights diverge (lower actor.lr or actor.grad_clip), or "
+            "numbers overflow in float16 (set model.dtype and rollout.dtype to bfloat16)",
         ),
     ),
     row(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 DOCTOR = "find the cause with `flowcorr doctor` first"
 PERSISTENT = 3  # consecutive steps; a single one may be chance
+VELOCITY_DISTANCE = "rollout/velocity_distance"  # the metric
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,7 @@ class Units:
 
     def with_velocities(self, metrics: Mapping[str, Any]) -> Self:
         """With the distance of step means that velocities as long as those of a training step explain, if logged."""
-        moved = metrics.get("rollout/velocity_distance")
+        moved = metrics.get(VELOCITY_DISTANCE)
         return (
             self if moved is None else replace(self, usual_distance=min(self.usual_gap, LARGEST_GAP) * moved)
         )

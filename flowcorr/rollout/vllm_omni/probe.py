@@ -62,8 +62,8 @@ class Velocities:
         for side, velocity in (("engine", self.engine), ("actor", self.actor)):
             if not bool(velocity.isfinite().all()):
                 raise BackendError(
-                    f"the {side}'s velocity is not finite: the weights have diverged, or its dtype overflows; lower "
-                    "actor.lr or use another model.dtype or rollout.dtype in a new run"
+                    f"the {side}'s velocity is not finite: the weights have diverged (lower actor.lr in a new run), "
+                    "the model's files are damaged, or numbers overflow in float16 (use bfloat16)"
                 )
 
 

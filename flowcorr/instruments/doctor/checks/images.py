@@ -145,10 +145,10 @@ def check_captured_images(captured: Captured) -> Finding:
     if not bool(finite.all()):
         return skipped(
             "cannot tell: the captured latents decode to pixels that are not finite",
-            "the weights of the VAE are damaged: check the model's files"
-            if stack.family.dtype == torch.float32
-            else "the VAE overflows in the dtype of this replay, or its weights are damaged: give --model a recipe of "
-            "model.dtype: float32, or check the model's files",
+            "the VAE overflows in float16, or its weights are damaged: give --model a recipe of model.dtype: bfloat16, "
+            "or check the model's files"
+            if stack.family.dtype == torch.float16
+            else "the weights of the VAE are damaged: check the model's files",
         )
     decoded = images_of.cpu().float()
     if (held := _frames(decoded, images, limit)) is not None or decoded.shape != images.shape:
