@@ -38,6 +38,8 @@ NAMED = {
     "adapter_partial": "adapter_partial",
     "guidance_rescaled": "guidance_rescaled",
     "guidance_late": "guidance_steps",
+    "initial_noise_scaled": "initial_noise_scale",
+    "latents_clamped": "latents_clamped",
 }
 FAST = {
     "noise_level",

@@ -264,7 +264,10 @@ def _about_steps(stack: Stack, legs: Legs) -> Iterator[Hypothesis]:
         message="from {value:.4g} times the captured initial noise",
         remedy="begin at standard normal noise, which the scheduler of a flow does not scale, and capture it",
         number=Number(
-            inputs=lambda scale: replace(inputs, initial_scale=scale), starts=(1.0,), low=0.01, high=1000.0
+            inputs=lambda scale: replace(inputs, initial_scale=scale),
+            starts=(1.0, 2.0, 0.5),
+            low=0.01,
+            high=1000.0,
         ),
     )
     if "log_probs" not in legs.known:

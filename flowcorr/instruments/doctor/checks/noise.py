@@ -14,6 +14,7 @@ from flowcorr.instruments.doctor.captured import Captured
 from flowcorr.instruments.doctor.exam import Exam, rms
 from flowcorr.instruments.doctor.findings import failed, judged, passed, skipped
 from flowcorr.instruments.doctor.legs import Legs
+from flowcorr.instruments.doctor.stack import Stack
 from flowcorr.instruments.doctor.trials import Trial
 from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.metrics.of_run import skew
@@ -227,7 +228,9 @@ def check_captured_noise(captured: Captured) -> Finding:
             cause="noise_scale",
             confidence="certain",
         )
-    shared = _shared_by_steps(captured.legs)
+    legs = captured.legs
+    judged_steps = legs.agrees and not _num_at_bound(stack)  # what was clamped is no longer the noise
+    shared = _shared_by_steps(legs) if judged_steps else None
     if shared is not None:
         return failed(
             f"steps of the window share their noise; terms {shared[0]} and {shared[1]}",
@@ -235,10 +238,10 @@ def check_captured_noise(captured: Captured) -> Finding:
             cause="noise_reused",
             confidence="certain",
         )
-    legs = captured.legs
     told = "; samples of one prompt begin with the same noise" if twins else ""
-    if not legs.agrees:
-        told += "; noise of the window's steps is not judged, since its replay differs or was not made"
+    if not judged_steps:
+        told += "; noise of the window's steps is not judged, since its replay differs or was not made, or its latents "
+        told += "were clamped"
     elif legs.convention is not None:  # else its spread is that of the noise level
         z, _, text = max(_moments(legs.noise).scores(stack.velocity_error))
         if z > ERRORS:
@@ -256,26 +259,31 @@ def check_captured_latents(captured: Captured) -> Finding | None:
     values = captured.stack.samples.tensors().get("next_latents")
     if values is None or stored_in(values) is not None:
         return None
-    sizes = values.flatten(2).flatten(0, 1).abs()
-    largest = sizes.amax(1, keepdim=True)
-    bound = largest.max()
-    at_bound = (sizes == bound).sum(1)
-    # Of numbers in float32, no two are the largest by chance; a bound is that of several steps or samples.
-    if int((at_bound > 1).sum()) > 1 or int(at_bound.max()) > _CLAMPED:
+    bound = float(values.abs().max())
+    if count := _num_at_bound(captured.stack):
         return failed(
-            f"latents after the window's steps were clamped to {float(bound):.4g}: {int(at_bound.sum())} elements have "
-            "exactly this size",
+            f"latents after the window's steps were clamped to {bound:.4g}: {count} elements have exactly this size",
             "leave latents as the step drew them",
             cause="latents_clamped",
             confidence="certain",
         )
-    return passed(f"latents were not clamped; the largest is {float(bound):.3g}")
+    return passed(f"latents were not clamped; the largest is {bound:.3g}")
+
+
+def _num_at_bound(stack: Stack) -> int:
+    """Elements of the latents after the window's steps that were clamped; 0 where none were, or rounding hides it."""
+    values = stack.samples.tensors().get("next_latents")
+    if values is None or stored_in(values) is not None:
+        return 0
+    sizes = values.flatten(2).flatten(0, 1).abs()
+    at_bound = (sizes == sizes.max()).sum(1)
+    # Of numbers in float32, no two are the largest by chance; a bound is that of several steps or samples.
+    several = int((at_bound > 1).sum()) > 1 or int(at_bound.max()) > _CLAMPED
+    return int(at_bound.sum()) if several else 0
 
 
 def _shared_by_steps(legs: Legs) -> tuple[int, int] | None:
-    """Two steps of the window with one noise, where the replay agrees with the log-probs."""
-    if not legs.agrees:
-        return None
+    """Two steps of the window with one noise."""
     flat = legs.noise.flatten(2).cpu().flatten(0, 1)
     pairs = itertools.combinations(range(len(flat)), 2)
     return next(((left, right) for left, right in pairs if _alike(flat[left], flat[right])), None)
