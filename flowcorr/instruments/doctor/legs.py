@@ -144,9 +144,9 @@ class Legs:
         self._velocities: dict[Inputs, Tensor] = {}
         self._rows = list(range(len(samples.prompts)))
         if "log_probs" in known:
-            step, velocity = self._transition(stack.captured)
+            step, velocity, reach = self._transition(stack.captured)
             self.square, self.std, self.noise = self._squares(step)
-            self._limits = self._limits_of(step, velocity, self.square)
+            self._limits = self._limits_of(step, velocity, reach, self.square)
             self.step = step.step
             self.convention = self._fitting_convention()
             self.agrees = bool((self._window(stack.captured).abs() <= 1).all())
@@ -183,8 +183,8 @@ class Legs:
         """Root mean square of the noise of the window's steps under `inputs`: 1 where their stds are right."""
         return float(self._squares(self._transition(inputs)[0])[0].mean().sqrt())
 
-    def _transition(self, inputs: Inputs) -> tuple[sde.Transition, Tensor]:
-        """The window's steps under `inputs`, in float64, and velocities `[n, T, *L]`."""
+    def _transition(self, inputs: Inputs) -> tuple[sde.Transition, Tensor, Tensor]:
+        """The window's steps under `inputs`, in float64; velocities `[n, T, *L]`, and the way of a mean by one of 1."""
         assert self._before is not None
         stack, steps = self._stack, self._stack.steps
         n, count = self._before.shape[:2]
@@ -202,16 +202,14 @@ class Legs:
             sigmas[[index + offset for index in steps]].expand(n, -1).contiguous() for offset in (0, 1)
         )
         assert inputs.noise_level is not None, "`known` says so"
-        step = sde.transition(
-            inputs.sde_type,
-            self._before.double(),
-            velocity.double(),
-            sigma,
-            following,
-            inputs.noise_level,
-            sigma_max=inputs.sigma_max,
+        nowhere = torch.zeros_like(sigma)[..., None]
+        step, of_unit = (
+            sde.transition(
+                inputs.sde_type, *given, sigma, following, inputs.noise_level, sigma_max=inputs.sigma_max
+            )
+            for given in ((self._before.double(), velocity.double()), (nowhere, nowhere + 1))
         )
-        return step, velocity.double()
+        return step, velocity.double(), of_unit.mean.abs()[..., 0]
 
     def _squares(self, step: sde.Transition) -> tuple[Tensor, Tensor, Tensor]:
         """Mean squares of the steps' noise and stds, `[n, T]`, and the noise `[n, T, *L]`."""
@@ -219,7 +217,7 @@ class Legs:
         noise = sde.added_noise(self._after.double(), step)
         return mean_over_elements(noise.square(), 2), step.std, noise
 
-    def _limits_of(self, step: sde.Transition, velocity: Tensor, square: Tensor) -> Tensor:
+    def _limits_of(self, step: sde.Transition, velocity: Tensor, reach: Tensor, square: Tensor) -> Tensor:
         """`[n, T]`, the largest difference of mean-pooled log-probs that rounding explains.
 
         An error of the mean by `r` stds moves a log-prob by `r^2 / 2`, and by `r / sqrt(D)` times a normal variable of
@@ -227,8 +225,7 @@ class Legs:
         """
         assert self._before is not None
         error = self._error
-        # The mean moves by about the step times the error of the velocity.
-        size = mean_over_elements(velocity.square(), 2) * (error * step.step).square()
+        size = mean_over_elements(velocity.square(), 2) * (error * reach).square()
         size = size + mean_over_elements(self._before.double().square(), 2) * self._stored**2
         r = size.sqrt() / step.std
         elements = self._before[0, 0].numel()
@@ -288,11 +285,11 @@ class Legs:
     def _window(self, inputs: Inputs) -> Tensor:
         """`[n, T]`, differences of the window's log-probs from the captured ones, in limits."""
         try:
-            step, velocity = self._transition(inputs)
+            step, velocity, reach = self._transition(inputs)
         except FlowcorrError:  # a step that has no density, or no noise level of its kind
             return torch.full_like(self.square, _BEYOND)
         square, std, _ = self._squares(step)
-        limits = self._limits_of(step, velocity, square)
+        limits = self._limits_of(step, velocity, reach, square)
         if self._log_probs is None:
             # Without log-probs there is the spread of noise, of which chance explains more.
             limit = 2 * limits + ERRORS * (2 / self._elements) ** 0.5
