@@ -308,7 +308,7 @@ def _about_steps(stack: Stack, legs: Legs) -> Iterator[Hypothesis]:
             remedy="take the second sigma there, as flow_grpo does, in both stacks",
             number=Number(
                 inputs=lambda other: replace(inputs, sigma_max=other),
-                starts=(0.9, 0.98, 0.99, 0.999),
+                starts=tuple(1 - 0.1 / 2**halving for halving in range(8)),  # stds follow `1 - sigma_max`
                 low=0.5,
                 high=1 - 1e-6,
             ),
