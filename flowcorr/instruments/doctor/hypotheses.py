@@ -303,14 +303,14 @@ def _about_steps(stack: Stack, legs: Legs) -> Iterator[Hypothesis]:
         yield Hypothesis(
             check="transition",
             cause="sigma_max",
-            message="with {value:.4g} in place of the first sigma, 1, where the replay takes the second "
+            message="with 1 - {value:.4g} in place of the first sigma, 1, where the replay takes the second "
             f"sigma, {sigmas[1]:.4g}",
             remedy="take the second sigma there, as flow_grpo does, in both stacks",
             number=Number(
-                inputs=lambda other: replace(inputs, sigma_max=other),
-                starts=tuple(1 - 0.1 / 2**halving for halving in range(8)),  # stds follow `1 - sigma_max`
-                low=0.5,
-                high=1 - 1e-6,
+                inputs=lambda rest: replace(inputs, sigma_max=1 - rest),  # of which stds are a power
+                starts=tuple(0.1 / 2**halving for halving in range(8)),
+                low=1e-6,
+                high=0.5,
             ),
         )
 
