@@ -6,10 +6,10 @@ import pytest
 from instruments.gaps import D, normal_gap
 
 from flowcorr.config import Config
+from flowcorr.instruments.audit.explained import Beyond
 from flowcorr.instruments.audit.facts import NEGLIGIBLE_NATS, Facts
 from flowcorr.instruments.gap_table import Gap
 from flowcorr.instruments.setting import Setting
-from flowcorr.rollout.precision import LARGEST_DISTANCE
 
 SETTING = Setting.of(Config())
 
@@ -40,12 +40,16 @@ def test_headroom_is_judged_step_by_step():
     assert not replace(facts_of(0.02, clip_ratio=above), older_weights=True).has_headroom
 
 
-def test_a_gap_beyond_any_precision_is_unexplained_unless_the_trainer_is_quantized_or_older():
-    far = replace(facts_of(0.02), joint_nats=1.01 * LARGEST_DISTANCE**2 * D)
+def test_a_gap_beyond_its_precision_is_unexplained_unless_it_is_negligible_or_of_older_weights():
+    beyond = Beyond(step_index=0, r=0.02, limit=0.01, precision="float32", like_staleness=False)
+    far = replace(facts_of(0.02), beyond=beyond)
     assert far.unexplained
-    assert not replace(far, joint_nats=0.99 * LARGEST_DISTANCE**2 * D).unexplained
+    assert not replace(far, beyond=None).unexplained
+    assert not replace(far, joint_nats=NEGLIGIBLE_NATS).unexplained
     assert not replace(far, stale_nats=far.joint_nats).unexplained
-    assert not replace(far, setting=replace(SETTING, quantization="nf4")).unexplained
+    unless_stale = replace(far, beyond=replace(beyond, like_staleness=True))
+    assert (unless_stale.unexplained, unless_stale.if_newest) == (False, True)
+    assert replace(unless_stale, older_weights=False).unexplained
 
 
 @pytest.mark.parametrize(("share", "told"), [(0.0, False), (0.01, True), (0.05, True), (0.06, False)])
