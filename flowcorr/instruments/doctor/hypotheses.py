@@ -18,7 +18,9 @@ from flowcorr.instruments.doctor.stack import REFERENCES, Inputs, Stack
 _MAX_PROMPTS = 12
 _LENGTHS = (77, 128, 256, 512)
 _HIGHEST_GUIDANCE = 50.0
-_LOWEST_LEVEL, _HIGHEST_LEVEL = 0.01, 5.0
+# Times that a noise level is another one, at most: the replay's limits grow with its stds' inverse squares, so that a
+# level near 0 explains every gap of a coarse precision.
+_LEVELS = 4.0
 _UNGUIDED_STEPS = 3  # at either end of the schedule
 _MAX_TARGETS = 12
 _NEARLY_ONE = 1 - 2.0**-8  # as `sde.transition` has it, where steps are not tiny
@@ -284,7 +286,7 @@ def _about_steps(stack: Stack, legs: Legs) -> Iterator[Hypothesis]:
                 remedy="give both stacks one sde_type, and capture that of the engine",
                 inputs=(replace(inputs, sde_type=cast(sde.SdeType, kind)),),
             )
-    highest = 1.0 if inputs.sde_type == "cps" else _HIGHEST_LEVEL
+    highest = min(_LEVELS * level, 1.0) if inputs.sde_type == "cps" else _LEVELS * level
     told = legs.convention is not None or stack.samples.log_probs is not None
     yield Hypothesis(
         check="transition",
@@ -294,8 +296,8 @@ def _about_steps(stack: Stack, legs: Legs) -> Iterator[Hypothesis]:
         remedy="give both stacks one noise_level, and capture that of the engine",
         number=Number(
             inputs=lambda other: replace(inputs, noise_level=other),
-            starts=(level, min(highest, level * legs.spread(inputs))),
-            low=_LOWEST_LEVEL,
+            starts=(level, min(max(level / _LEVELS, level * legs.spread(inputs)), highest)),
+            low=level / _LEVELS,
             high=highest,
         ),
     )
