@@ -287,7 +287,7 @@ class Unfinished(ModelFamily):
         (Closed, r"Closed\(pipeline, dtype=.*fails: .*unexpected keyword argument.*\*\*options"),
         (
             Unfinished,
-            r"lacks pipeline_class, lora_targets, decode\(\), latent_shape\(\), predict\(\), schedule\(\); "
+            r"lacks pipeline_class, lora_targets, latent_shape\(\), predict\(\), schedule\(\); "
             "`flowcorr explain ModelFamily`",
         ),
     ],
