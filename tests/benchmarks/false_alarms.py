@@ -20,7 +20,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import tiny_pipelines
 import torch
 
 from flowcorr import config
@@ -30,6 +29,7 @@ from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.rules import HealthMonitor, is_step, units_of
 from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer import train
+from tests import tiny_pipelines
 
 EMBEDDED = {
     "float32": ["rollout.emulate=none"],
