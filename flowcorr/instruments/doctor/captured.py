@@ -35,8 +35,6 @@ class Captured:
         terms: the files of dumped terms by training step.
     """
 
-    is_captured = True
-
     def __init__(
         self,
         stack: Stack,

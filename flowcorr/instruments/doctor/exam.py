@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -50,8 +50,6 @@ class Exam:
         adapter: the comparison of the family with its pipeline, or the reason why there is none; None where nobody
             asked for it.
     """
-
-    is_captured: ClassVar[bool] = False
 
     actor: DiffusionActor
     engine: RolloutEngine

@@ -25,7 +25,7 @@ from flowcorr.dumps.replay import ReplaySamples, load_replay, replay_files
 from flowcorr.errors import BackendError, ConfigError
 from flowcorr.instruments.doctor import precision
 from flowcorr.instruments.doctor.captured import Captured
-from flowcorr.instruments.doctor.checks import run_checks
+from flowcorr.instruments.doctor.checks.run import check_captured, check_trials
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.legs import rounding_notes
 from flowcorr.instruments.doctor.report import of_captured, of_trials, with_findings
@@ -174,7 +174,7 @@ def _examine(
     """The report on both stacks in the precision that they have now."""
     trials = run_trials(actor, engine, conditioning)
     exam = Exam(actor=actor, engine=engine, trials=trials, prompts=prompts, adapter=adapter)
-    return of_trials(exam, list(run_checks(exam).values()))
+    return of_trials(exam, list(check_trials(exam).values()))
 
 
 def _after(
@@ -321,7 +321,8 @@ def examine_dump(folder: Path, model: str | Config, *, device: torch.device | st
     family = load_family(of_model, device)
     chosen = spread_out(list(captured), MAX_STEPS)
     by_step = {
-        step: run_checks(_captured(family, captured, step, config, dumps.files(folder))) for step in chosen
+        step: check_captured(_captured(family, captured, step, config, dumps.files(folder)))
+        for step in chosen
     }
     last = captured[chosen[-1]]
     return of_captured(str(folder), of_model.path, by_step, [*last.missing(), *rounding_notes(last)])

@@ -197,8 +197,8 @@ def _check(name: str) -> Iterator[str]:
     check = _CHECKS[name]
     yield f"{name} (check of flowcorr doctor)"
     for samples, question in (("", check.trials), ("of a dump: ", check.captured)):
-        if question is not None:
-            yield f"  {samples}{question.asks}"
+        if question:
+            yield f"  {samples}{question}"
     yield "  worry: a serious finding stops a run, a warning does not"
     yield "  do: what the report says behind `->`"
     if check.blockers:

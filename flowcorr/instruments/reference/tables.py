@@ -92,8 +92,7 @@ def _presets() -> Iterator[tuple[str, ...]]:
 
 def _checks() -> Iterator[tuple[str, ...]]:
     for check in CHECKS:
-        lines = ("" if question is None else question.asks for question in (check.trials, check.captured))
-        yield f"`{check.name}`", *lines, ", ".join(map(_code, check.blockers))
+        yield f"`{check.name}`", check.trials, check.captured, ", ".join(map(_code, check.blockers))
 
 
 def _words() -> Iterator[tuple[str, ...]]:

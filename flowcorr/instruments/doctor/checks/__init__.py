@@ -3,39 +3,14 @@
 Each tests one explanation of the gap between rollout engine and actor. An explanation is accepted if most of the gap
 disappears under it. So a check does not fail for the fault of another part. A gap that no check explains fails the
 check `weights`; of captured samples, it warns at the legs that have it.
+
+This table is read without torch; `checks.run` has the functions that answer its questions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING
-
-from flowcorr.instruments.doctor.findings import of_check, skipped
-from flowcorr.instruments.finding import Finding
-
-if TYPE_CHECKING:
-    from flowcorr.instruments.doctor.captured import Captured
-    from flowcorr.instruments.doctor.exam import Exam
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """A question about samples, and the function that answers it.
-
-    Attributes:
-        asks: the question, in one sentence.
-        by: `module:function` of this package: it takes the samples, and returns the finding. It is imported when the
-            question is asked, so that this table is read without torch.
-    """
-
-    asks: str
-    by: str
-
-    def ask(self, samples: Exam | Captured) -> Finding | None:
-        """The finding on samples; None if the function found nothing to look at, as it may in captured ones."""
-        return resolve_name(f"{__name__}.{self.by}")(samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,16 +19,16 @@ class Check:
 
     Attributes:
         name: of the check, and the cause of its findings unless they name another.
-        trials: what it asks about trials of the engine at hand.
-        captured: what it asks about captured samples.
+        trials: the question that it asks about trials of the engine at hand; empty where it asks none.
+        captured: likewise about captured samples.
         blockers: checks whose failure makes the result on trials meaningless. Captured samples are replayed with what
             was captured, so that none of their checks upsets another.
         causes: what each cause that it names of captured samples means.
     """
 
     name: str
-    trials: Question | None = None
-    captured: Question | None = None
+    trials: str = ""
+    captured: str = ""
     blockers: Sequence[str] = ()
     causes: Mapping[str, str] = field(default_factory=dict)
 
@@ -63,28 +38,19 @@ _INPUTS = (*_TRAJECTORY, "timesteps", "embeddings", "references", "guidance")
 CHECKS: Sequence[Check] = (
     Check(
         name="adapter",
-        trials=Question(
-            asks="Whether the model family does what its diffusers pipeline's own call does: schedule, transformer's "
-            "inputs, guidance and decoding.",
-            by="adapter:check_adapter",
+        trials=(
+            "Whether the model family does what its diffusers pipeline's own call does: schedule, transformer's "
+            "inputs, guidance and decoding."
         ),
     ),
     Check(
         name="finite",
-        trials=Question(
-            asks="Whether all numbers of both sides are finite, the pixels before they became integers among them.",
-            by="trajectory:check_finite",
-        ),
+        trials="Whether all numbers of both sides are finite, the pixels before they became integers among them.",
     ),
     Check(
         name="schedule",
-        trials=Question(
-            asks="Whether the sigmas are those of the actor's schedule.", by="trajectory:check_schedule"
-        ),
-        captured=Question(
-            asks="Whether the captured sigmas and timesteps are those of the model's own scheduler, and were used.",
-            by="schedule:check_captured_schedule",
-        ),
+        trials="Whether the sigmas are those of the actor's schedule.",
+        captured="Whether the captured sigmas and timesteps are those of the model's own scheduler, and were used.",
         blockers=("finite",),
         causes={
             "wrong_shift": "the sigmas, captured or used, are those of the model's scheduler with another shift",
@@ -96,36 +62,27 @@ CHECKS: Sequence[Check] = (
     ),
     Check(
         name="samples",
-        trials=Question(asks="Whether each sample is returned once.", by="trajectory:check_samples"),
+        trials="Whether each sample is returned once.",
         blockers=("finite",),
     ),
     Check(
         name="window",
-        trials=Question(
-            asks="Whether the SDE steps are those of the configured windows.", by="trajectory:check_window"
-        ),
+        trials="Whether the SDE steps are those of the configured windows.",
         blockers=("finite", "schedule", "samples"),
     ),
     Check(
         name="latent_dtype",
-        trials=Question(
-            asks="Whether the latents are float32, and were not clamped.", by="trajectory:check_latent_dtype"
-        ),
-        captured=Question(
-            asks="Whether the captured latents were not clamped.", by="noise:check_captured_latents"
-        ),
+        trials="Whether the latents are float32, and were not clamped.",
+        captured="Whether the captured latents were not clamped.",
         blockers=("finite",),
         causes={"latents_clamped": "latents were clamped after a step"},
     ),
     Check(
         name="transition",
-        trials=Question(
-            asks="Whether the steps' stds are those of the configuration.", by="trajectory:check_transition"
-        ),
-        captured=Question(
-            asks="Whether the window's steps are those of the captured noise level and sde_type, and would not be "
-            "those of others.",
-            by="replay:check_transition",
+        trials="Whether the steps' stds are those of the configuration.",
+        captured=(
+            "Whether the window's steps are those of the captured noise level and sde_type, and would not be "
+            "those of others."
         ),
         blockers=("finite", "schedule"),
         causes={
@@ -136,22 +93,13 @@ CHECKS: Sequence[Check] = (
     ),
     Check(
         name="before",
-        captured=Question(
-            asks="Whether the replay goes from the initial noise to the latents before the window.",
-            by="replay:check_before",
-        ),
+        captured="Whether the replay goes from the initial noise to the latents before the window.",
         causes={"initial_noise_scale": "the engine began at another multiple of the initial noise"},
     ),
     Check(
         name="log_probs",
-        trials=Question(
-            asks="Whether log-probs follow from the engine's own step means, stds and latents.",
-            by="log_probs:check_log_probs",
-        ),
-        captured=Question(
-            asks="Whether captured log-probs are those of the replay, as means of a density.",
-            by="log_probs:check_captured_log_probs",
-        ),
+        trials="Whether log-probs follow from the engine's own step means, stds and latents.",
+        captured="Whether captured log-probs are those of the replay, as means of a density.",
         blockers=("finite", "latent_dtype"),
         causes={
             "log_probs_summed": "log-probs are sums over the latent or its channels, where means are expected",
@@ -163,47 +111,35 @@ CHECKS: Sequence[Check] = (
     ),
     Check(
         name="between",
-        captured=Question(
-            asks="Whether the replay goes from the latents after a step of the window to those before its next one.",
-            by="replay:check_between",
-        ),
+        captured="Whether the replay goes from the latents after a step of the window to those before its next one.",
     ),
     Check(
         name="after",
-        captured=Question(
-            asks="Whether the replay goes from the latents after the window to the final ones.",
-            by="replay:check_after",
-        ),
+        captured="Whether the replay goes from the latents after the window to the final ones.",
     ),
     Check(
         name="bookkeeping",
-        trials=Question(
-            asks="Whether `z = (delta + r^2/2) sqrt(D) / r` is standard normal, as it is if only the step means "
-            "differ.",
-            by="log_probs:check_bookkeeping",
+        trials=(
+            "Whether `z = (delta + r^2/2) sqrt(D) / r` is standard normal, as it is if only the step means "
+            "differ."
         ),
         blockers=("finite", "schedule", "latent_dtype", "transition", "log_probs"),
     ),
     Check(
         name="trajectory",
-        trials=Question(
-            asks="Whether latents fit together where they leave no choice, and begin at the initial noise of their "
-            "seeds.",
-            by="trajectory:check_trajectory",
+        trials=(
+            "Whether latents fit together where they leave no choice, and begin at the initial noise of their "
+            "seeds."
         ),
         blockers=("finite", "samples", "window", "latent_dtype", "log_probs", "bookkeeping"),
     ),
     Check(
         name="noise",
-        trials=Question(
-            asks="Whether whitened step noise `(x' - mean) / s` is standard normal, and independent between any two "
-            "steps.",
-            by="noise:check_noise",
+        trials=(
+            "Whether whitened step noise `(x' - mean) / s` is standard normal, and independent between any two "
+            "steps."
         ),
-        captured=Question(
-            asks="Whether initial noise, and the noise of the steps, is standard normal and not drawn twice.",
-            by="noise:check_captured_noise",
-        ),
+        captured="Whether initial noise, and the noise of the steps, is standard normal and not drawn twice.",
         blockers=("finite", "samples", "latent_dtype", "log_probs", "bookkeeping"),
         causes={
             "noise_reused": "noise was drawn twice",
@@ -212,14 +148,12 @@ CHECKS: Sequence[Check] = (
     ),
     Check(
         name="determinism",
-        trials=Question(asks="Whether the same seeds give the same latents.", by="noise:check_determinism"),
+        trials="Whether the same seeds give the same latents.",
         blockers=("finite",),
     ),
     Check(
         name="seeds",
-        trials=Question(
-            asks="Whether the step noise is that of its seeds, element by element.", by="noise:check_seeds"
-        ),
+        trials="Whether the step noise is that of its seeds, element by element.",
         blockers=(
             *("finite", "samples", "window", "latent_dtype"),
             *("log_probs", "bookkeeping", "noise", "determinism"),
@@ -227,22 +161,13 @@ CHECKS: Sequence[Check] = (
     ),
     Check(
         name="timesteps",
-        trials=Question(
-            asks="Whether the engine's model gets the schedule's timesteps, and returns them.",
-            by="timesteps:check_timesteps",
-        ),
+        trials="Whether the engine's model gets the schedule's timesteps, and returns them.",
         blockers=_TRAJECTORY,
     ),
     Check(
         name="embeddings",
-        trials=Question(
-            asks="Whether both sides use the same prompts: by the returned embeddings, then by the engine's steps.",
-            by="prompts:check_embeddings",
-        ),
-        captured=Question(
-            asks="Whether the replay agrees with the captured prompts, and would not with others.",
-            by="replay:check_embeddings",
-        ),
+        trials="Whether both sides use the same prompts: by the returned embeddings, then by the engine's steps.",
+        captured="Whether the replay agrees with the captured prompts, and would not with others.",
         blockers=(*_TRAJECTORY, "timesteps"),
         causes={
             "wrong_prompt": "the engine took the embeddings of other samples, or of an earlier batch",
@@ -252,21 +177,13 @@ CHECKS: Sequence[Check] = (
     ),
     Check(
         name="references",
-        trials=Question(
-            asks="Whether the engine's transformer sees the reference images as the actor's does, by its steps.",
-            by="prompts:check_references",
-        ),
+        trials="Whether the engine's transformer sees the reference images as the actor's does, by its steps.",
         blockers=(*_TRAJECTORY, "timesteps", "embeddings"),
     ),
     Check(
         name="guidance",
-        trials=Question(
-            asks="Whether the engine samples with the configured guidance.", by="guidance:check_guidance"
-        ),
-        captured=Question(
-            asks="Whether the replay agrees with the captured guidance, and would not without it.",
-            by="replay:check_guidance",
-        ),
+        trials="Whether the engine samples with the configured guidance.",
+        captured="Whether the replay agrees with the captured guidance, and would not without it.",
         blockers=(*_TRAJECTORY, "timesteps", "embeddings", "references"),
         causes={
             "guidance_off": "the engine took no guidance",
@@ -279,37 +196,23 @@ CHECKS: Sequence[Check] = (
     ),
     Check(
         name="batch_shape",
-        trials=Question(
-            asks="Whether a prompt gives the same latents alone and in a batch.", by="noise:check_batch_shape"
-        ),
+        trials="Whether a prompt gives the same latents alone and in a batch.",
         blockers=("finite", "samples", "determinism", "embeddings", "references", "guidance"),
     ),
     Check(
         name="sync",
-        trials=Question(
-            asks="Whether the engine samples with the newest weights, or with older ones.",
-            by="weights:check_sync",
-        ),
+        trials="Whether the engine samples with the newest weights, or with older ones.",
         blockers=_INPUTS,
     ),
     Check(
         name="weights",
-        trials=Question(
-            asks="Whether both models are the same: whether precision explains the gap.",
-            by="weights:check_weights",
-        ),
+        trials="Whether both models are the same: whether precision explains the gap.",
         blockers=(*_INPUTS, "sync"),
     ),
     Check(
         name="lora",
-        trials=Question(
-            asks="Whether the adapter has the same effect in the engine as in the actor.",
-            by="weights:check_lora",
-        ),
-        captured=Question(
-            asks="Whether the replay agrees with the captured adapter, and would not without it.",
-            by="replay:check_lora",
-        ),
+        trials="Whether the adapter has the same effect in the engine as in the actor.",
+        captured="Whether the replay agrees with the captured adapter, and would not without it.",
         blockers=(*_INPUTS, "sync", "weights"),
         causes={
             "adapter_not_applied": "the engine sampled with the base model",
@@ -319,29 +222,18 @@ CHECKS: Sequence[Check] = (
     ),
     Check(
         name="attention",
-        trials=Question(
-            asks="Which attention each side uses, if the gap is large.", by="weights:check_attention"
-        ),
+        trials="Which attention each side uses, if the gap is large.",
         blockers=(*_INPUTS, "sync", "weights", "lora"),
     ),
     Check(
         name="path",
-        trials=Question(
-            asks="Whether the steps outside the window lead where the actor's do, from the engine's own latents.",
-            by="path:check_path",
-        ),
+        trials="Whether the steps outside the window lead where the actor's do, from the engine's own latents.",
         blockers=(*_INPUTS, "window", "trajectory", "noise", "sync", "weights", "lora"),
     ),
     Check(
         name="images",
-        trials=Question(
-            asks="Whether each image is that of its own final latents, as the actor decodes them.",
-            by="images:check_images",
-        ),
-        captured=Question(
-            asks="Whether captured images are what the training stack decodes of their final latents.",
-            by="images:check_captured_images",
-        ),
+        trials="Whether each image is that of its own final latents, as the actor decodes them.",
+        captured="Whether captured images are what the training stack decodes of their final latents.",
         blockers=("finite",),
         causes={
             "swapped_images": "images and latents of different samples are paired",
@@ -356,57 +248,28 @@ CHECKS: Sequence[Check] = (
     ),
     Check(
         name="trainer",
-        captured=Question(
-            asks="Whether the trainer's log-probs of the captured samples are those of the replay.",
-            by="replay:check_trainer",
-        ),
+        captured="Whether the trainer's log-probs of the captured samples are those of the replay.",
     ),
     Check(
         name="reward",
-        captured=Question(
-            asks="Whether the recipe's reward gives the captured images the captured scores, where it failed neither "
-            "time.",
-            by="reward:check_captured_reward",
+        captured=(
+            "Whether the recipe's reward gives the captured images the captured scores, where it failed neither "
+            "time."
         ),
     ),
     Check(
         name="advantages",
-        captured=Question(
-            asks="Whether advantages are centred, over all dumped steps.",
-            by="advantages:check_captured_advantages",
-        ),
+        captured="Whether advantages are centred, over all dumped steps.",
         causes={
             "advantages_not_centred": "advantages have a mean far from 0, so all samples are pushed one way",
         },
     ),
     Check(
         name="clip",
-        trials=Question(
-            asks="Whether the clip range is wider than the noise floor, in modes where that matters.",
-            by="clip:check_clip",
-        ),
+        trials="Whether the clip range is wider than the noise floor, in modes where that matters.",
         blockers=(*_INPUTS, "sync", "weights", "lora"),
     ),
 )
 """In the order of execution."""
 CAUSES = {cause: meaning for check in CHECKS for cause, meaning in check.causes.items()}
 """What each cause means that a check of captured samples names; that of another finding is its check."""
-
-
-def run_checks(samples: Exam | Captured) -> dict[str, Finding]:
-    """The findings by check, in the order of `CHECKS`; a check is skipped if one that it depends on failed."""
-    findings: dict[str, Finding] = {}
-    failed: set[str] = set()
-    for check in CHECKS:
-        question = check.captured if samples.is_captured else check.trials
-        if question is None:
-            continue
-        causes = [] if samples.is_captured else [name for name in check.blockers if name in failed]
-        finding = skipped(f"not judged, because {causes[0]} fails") if causes else question.ask(samples)
-        if finding is None:
-            continue
-        assert finding.cause in ("", check.name, *CAUSES), "every cause has its meaning in the table"
-        findings[check.name] = of_check(check.name, finding)
-        if finding.level == "serious":
-            failed.add(check.name)
-    return findings

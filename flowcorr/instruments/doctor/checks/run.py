@@ -1,0 +1,123 @@
+"""The functions that answer the questions of the checks, and their run over samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from flowcorr.instruments.doctor.captured import Captured
+from flowcorr.instruments.doctor.checks import CAUSES, CHECKS
+from flowcorr.instruments.doctor.checks.adapter import check_adapter
+from flowcorr.instruments.doctor.checks.advantages import check_captured_advantages
+from flowcorr.instruments.doctor.checks.clip import check_clip
+from flowcorr.instruments.doctor.checks.guidance import check_guidance
+from flowcorr.instruments.doctor.checks.images import check_captured_images, check_images
+from flowcorr.instruments.doctor.checks.log_probs import (
+    check_bookkeeping,
+    check_captured_log_probs,
+    check_log_probs,
+)
+from flowcorr.instruments.doctor.checks.noise import (
+    check_batch_shape,
+    check_captured_latents,
+    check_captured_noise,
+    check_determinism,
+    check_noise,
+    check_seeds,
+)
+from flowcorr.instruments.doctor.checks.path import check_path
+from flowcorr.instruments.doctor.checks.prompts import check_embeddings, check_references
+from flowcorr.instruments.doctor.checks.reward import check_captured_reward
+from flowcorr.instruments.doctor.checks.schedule import check_captured_schedule
+from flowcorr.instruments.doctor.checks.timesteps import check_timesteps
+from flowcorr.instruments.doctor.checks.trajectory import (
+    check_finite,
+    check_latent_dtype,
+    check_samples,
+    check_schedule,
+    check_trajectory,
+    check_transition,
+    check_window,
+)
+from flowcorr.instruments.doctor.checks.weights import check_attention, check_lora, check_sync, check_weights
+from flowcorr.instruments.doctor.exam import Exam
+from flowcorr.instruments.doctor.findings import of_check, skipped
+from flowcorr.instruments.finding import Finding
+
+
+def _of_replay(check: str) -> Callable[[Captured], Finding | None]:
+    """A check that tells what the replay found, which examines all legs and inputs together."""
+    return lambda captured: captured.replayed.get(check)
+
+
+OF_TRIALS: Mapping[str, Callable[[Exam], Finding | None]] = {
+    "adapter": check_adapter,
+    "finite": check_finite,
+    "schedule": check_schedule,
+    "samples": check_samples,
+    "window": check_window,
+    "latent_dtype": check_latent_dtype,
+    "transition": check_transition,
+    "log_probs": check_log_probs,
+    "bookkeeping": check_bookkeeping,
+    "trajectory": check_trajectory,
+    "noise": check_noise,
+    "determinism": check_determinism,
+    "seeds": check_seeds,
+    "timesteps": check_timesteps,
+    "embeddings": check_embeddings,
+    "references": check_references,
+    "guidance": check_guidance,
+    "batch_shape": check_batch_shape,
+    "sync": check_sync,
+    "weights": check_weights,
+    "lora": check_lora,
+    "attention": check_attention,
+    "path": check_path,
+    "images": check_images,
+    "clip": check_clip,
+}
+OF_CAPTURED: Mapping[str, Callable[[Captured], Finding | None]] = {
+    "schedule": check_captured_schedule,
+    "latent_dtype": check_captured_latents,
+    "transition": _of_replay("transition"),
+    "before": _of_replay("before"),
+    "log_probs": check_captured_log_probs,
+    "between": _of_replay("between"),
+    "after": _of_replay("after"),
+    "noise": check_captured_noise,
+    "embeddings": _of_replay("embeddings"),
+    "guidance": _of_replay("guidance"),
+    "lora": _of_replay("lora"),
+    "images": check_captured_images,
+    "trainer": lambda captured: captured.trained,
+    "reward": check_captured_reward,
+    "advantages": check_captured_advantages,
+}
+"""By check; a function returns None where it found nothing to look at."""
+
+
+def check_trials(exam: Exam) -> dict[str, Finding]:
+    """The findings by check, in the order of `CHECKS`; a check is skipped if one that it depends on failed."""
+    findings: dict[str, Finding] = {}
+    failed: set[str] = set()
+    for check in CHECKS:
+        if check.name not in OF_TRIALS:
+            continue
+        blocker = next((name for name in check.blockers if name in failed), None)
+        if blocker is not None:
+            findings[check.name] = of_check(check.name, skipped(f"not judged, because {blocker} fails"))
+        elif (finding := OF_TRIALS[check.name](exam)) is not None:
+            findings[check.name] = _named(check.name, finding)
+            failed |= {check.name} if finding.level == "serious" else set()
+    return findings
+
+
+def check_captured(captured: Captured) -> dict[str, Finding]:
+    """The findings by check, in the order of `CHECKS`."""
+    found = {check.name: OF_CAPTURED[check.name](captured) for check in CHECKS if check.name in OF_CAPTURED}
+    return {name: _named(name, finding) for name, finding in found.items() if finding is not None}
+
+
+def _named(check: str, finding: Finding) -> Finding:
+    assert finding.cause in ("", check, *CAUSES), "every cause has its meaning in the table"
+    return of_check(check, finding)
