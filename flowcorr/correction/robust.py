@@ -72,8 +72,7 @@ class _Row:
 def nan_median(values: Tensor) -> Tensor:
     """The median along the last dimension, halfway between the middle two of an even number; NaN where there is none.
 
-    Not `nanquantile`: it is limited to 16 million values, and some releases of torch read the device in it, which
-    has no values to read where a step is only planned.
+    Not `nanquantile`: it is limited to 16 million values, and some releases of torch read the device in it.
 
     Args:
         values: of any shape; NaN does not count.

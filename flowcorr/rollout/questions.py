@@ -1,7 +1,8 @@
 """Questions about what an engine returned: the largest healthy answer to each, and what to do about a larger one.
 
 A training step asks them of its batch, a replay of single images, and the doctor of an engine at hand or of captured
-samples; limit and remedy are the same everywhere. The numbers are those of `witnesses`, `outside` and the decoder.
+samples. The numbers are those of `witnesses`, `outside` and the decoder. Where the doctor has numbers that a training
+step lacks (the engine's own means, medians over many samples), its checks hold a narrower limit; remedies are the same.
 """
 
 from __future__ import annotations

@@ -74,9 +74,11 @@ class Compared:
 
     @property
     def sigma_errors(self) -> Tensor:
-        """`[B, T]`, how far the noise levels of the steps are from those of the schedule."""
+        """`[B, T]`, how far the noise levels of the steps are from those of the schedule; of its nearest step, where an
+        index is none of the schedule's.
+        """
         window, levels = self.rollout.window, torch.tensor(self.schedule.sigmas)
-        own = torch.stack([levels[:-1], levels[1:]])[:, window.step_indices.cpu()]
+        own = torch.stack([levels[:-1], levels[1:]])[:, window.step_indices.cpu().clamp(0, len(levels) - 2)]
         return (torch.stack([window.sigmas, window.sigmas_next]).cpu() - own).abs().amax(0)
 
     @property

@@ -142,3 +142,14 @@ def test_the_last_step_ends_at_the_final_latents(make_run):
     true = run.sample()
     assert errors(run, true)["broken"] == 0
     assert errors(run, replace(true, final_latents=true.final_latents + 0.01))["broken"] == true.num_samples
+
+
+def test_an_index_beyond_the_schedule_is_another_window_and_no_error(make_run):
+    run = make_run()
+    rollout = run.sample()
+    steps = run.config.sampling.num_inference_steps
+    schedule = run.actor.family.schedule(steps, rollout.latent_shape)
+    beyond = window(rollout, step_indices=rollout.window.step_indices + steps)
+    compared = Compared(rollout=beyond, config=run.config, schedule=schedule, training_step=1)
+    assert bool(compared.other_windows.all())
+    assert bool(compared.sigma_errors.isfinite().all())
