@@ -49,7 +49,7 @@ def _verdict_of_trials(report: Report, findings: Sequence[Finding]) -> str:
         named[finding.level].append(finding.cause)
     counts = ", ".join(_counted(level, len(causes)) for level, causes in named.items() if causes)
     if named["serious"]:
-        return f"rollout engine and actor do not agree on {', '.join(named['serious'])}: {counts}"
+        return f"FAIL: rollout engine and actor do not agree on {', '.join(named['serious'])}: {counts}"
     if named["warning"]:
         return f"rollout engine and actor agree, with remarks on {', '.join(named['warning'])}: {counts}"
     gap = report.fact("velocity_gap")
