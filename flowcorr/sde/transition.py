@@ -196,24 +196,29 @@ def check_noise_level(kind: str, noise_level: float) -> None:
 
 
 def _check_levels(kind: str, sigma: Tensor, sigma_next: Tensor) -> None:
-    if not bool((sigma > sigma_next).all()):
+    if step := _first_step(sigma, sigma_next, ~(sigma > sigma_next)):
+        raise BatchError(f"a step does not descend: {step}; every step needs sigma > sigma_next")
+    if step := _first_step(sigma, sigma_next, (sigma > HIGHEST_NOISE_LEVEL) | (sigma_next < 0)):
         raise BatchError(
-            f"sigma={sigma.flatten().tolist()} does not descend to "
-            f"sigma_next={sigma_next.flatten().tolist()}; every step needs sigma > sigma_next"
+            f"{step} must be noise levels between 1 and 0; timesteps are num_train_timesteps times as large, mostly "
+            "1000"
         )
-    if bool((sigma > HIGHEST_NOISE_LEVEL).any()) or bool((sigma_next < 0).any()):
+    if step := _first_step(sigma, sigma_next, (sigma_next >= 1) | (sigma <= LOWEST_NOISE_LEVEL)):
         raise BatchError(
-            f"sigma={sigma.flatten().tolist()} and sigma_next={sigma_next.flatten().tolist()} must be noise levels "
-            "between 1 and 0; timesteps are num_train_timesteps times as large, mostly 1000"
-        )
-    if bool((sigma_next >= 1).any()) or bool((sigma <= LOWEST_NOISE_LEVEL).any()):
-        raise BatchError(
-            f"a step goes from sigma={sigma.flatten().tolist()} to sigma_next={sigma_next.flatten().tolist()}, and has "
-            f"no density above 1 or below {LOWEST_NOISE_LEVEL:g}; keep the table of sigmas in float32, and leave such "
-            "steps out of sampling.sde_window_range"
+            f"a step has no density above 1 or below {LOWEST_NOISE_LEVEL:g}: {step}; keep the table of sigmas in "
+            "float32, and leave such steps out of sampling.sde_window_range"
         )
     if kind == "cps" and not bool((sigma_next > LOWEST_NOISE_LEVEL).all()):
         raise BatchError(
             f"a cps step ends at sigma_next={float(sigma_next.min()):g}, where it adds no noise and has no density; "
             "end sampling.sde_window_range before the last step"
         )
+
+
+def _first_step(sigma: Tensor, sigma_next: Tensor, is_odd: Tensor) -> str:
+    """The first odd step's noise levels, in words; empty without one."""
+    odd = is_odd.nonzero()
+    if not len(odd):
+        return ""
+    place = tuple(odd[0].tolist())
+    return f"sigma={float(sigma[place])} and sigma_next={float(sigma_next[place])}"
