@@ -334,7 +334,8 @@ def _users_own(term: RewardTerm) -> Callable[..., Any]:
         options = term.options
     if not callable(target):
         raise ConfigError(
-            f"reward {term.name} is of type {type(target).__name__}; it must be a function or a class"
+            f"reward {term.name}: an object of type {type(target).__name__} cannot be called; name a function of "
+            "(images, prompts), or a class whose instances have __call__(images, prompts)"
         )
     _check_call(term, target, options)
     return functools.update_wrapper(functools.partial(target, **options), target) if options else target

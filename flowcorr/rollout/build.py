@@ -8,9 +8,10 @@ from torch import nn
 
 from flowcorr.config import resolve_engine
 from flowcorr.config.schema import Config
-from flowcorr.errors import MissingExtraError
+from flowcorr.errors import BackendError, ConfigError, MissingExtraError
 from flowcorr.imports import import_target
 from flowcorr.models import ModelFamily
+from flowcorr.records import Rollout
 from flowcorr.rollout.base import Merge, RolloutEngine
 from flowcorr.rollout.vllm_omni.probe import ActorProbe
 
@@ -55,10 +56,29 @@ def build_backend(
         probe: the actor's velocities, for an engine whose row `takes_probe`; else None.
 
     Raises:
-        ConfigError: the function cannot be imported, or the engine cannot work with `config`.
+        ConfigError: the function cannot be imported, what it returns lacks methods of `RolloutEngine`, or the engine
+            cannot work with `config`.
     """
-    build = import_target(
-        "rollout.name", resolve_engine(config.rollout.name).build, "a function that builds an engine"
-    )
+    path = resolve_engine(config.rollout.name).build
+    build = import_target("rollout.name", path, "a function that builds an engine")
     engine: RolloutEngine = build(config, family, merge=merge, base=base, probe=probe)
+    stated = [name for name in vars(RolloutEngine) if not name.startswith("_")]
+    if missing := [name for name in stated if not hasattr(type(engine), name)]:
+        raise ConfigError(
+            f"rollout.name={config.rollout.name}: {path} built a {type(engine).__name__} without {', '.join(missing)}; "
+            f"an engine has {', '.join(stated)}, see `flowcorr explain RolloutEngine`"
+        )
     return engine
+
+
+def as_rollout(answer: object) -> Rollout:
+    """The answer of an engine's `sample`.
+
+    Raises:
+        BackendError: it is no `Rollout`.
+    """
+    if not isinstance(answer, Rollout):
+        raise BackendError(
+            f"the rollout engine's sample returned a {type(answer).__name__}; it must return a flowcorr.records.Rollout"
+        )
+    return answer

@@ -19,6 +19,7 @@ from flowcorr.records import ImageArray, Prompt, Rollout
 from flowcorr.rewards import Reward, RewardOutput, report_broken, score_batch, scored_ahead
 from flowcorr.rollout import decode
 from flowcorr.rollout.broken import decoder_dtype, find_broken
+from flowcorr.rollout.build import as_rollout
 from flowcorr.rollout.questions import SIGMAS
 from flowcorr.rollout.witnesses import Compared, coarse_latents
 from flowcorr.trainer.run import PendingStep, TrainingRun
@@ -97,12 +98,14 @@ def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> 
     reward, on_images = scored_ahead(run.reward if pending is None else pending.reward, prompts)
     metrics = Metrics()
     if pending is None:
-        rollout = run.engine.sample(
-            run.cache([drawn[group] for group in groups]),
-            groups,
-            training_step=step,
-            with_means=needs_rollout_means(run.config),
-            on_images=on_images,
+        rollout = as_rollout(
+            run.engine.sample(
+                run.cache([drawn[group] for group in groups]),
+                groups,
+                training_step=step,
+                with_means=needs_rollout_means(run.config),
+                on_images=on_images,
+            )
         )
     else:
         begin = time.perf_counter()
@@ -113,8 +116,9 @@ def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> 
     owners = [group for group in groups for _ in range(count)]
     if rollout.group_ids.tolist() != owners:
         raise BackendError(
-            f"the rollout engine returned samples of the groups {rollout.group_ids.tolist()} where it was asked for "
-            f"{owners}: Rollout.group_ids has to come group by group, in the order of `groups`"
+            f"the rollout engine returned {rollout.num_samples} samples of the groups "
+            f"{list(dict.fromkeys(rollout.group_ids.tolist()))} where it was asked for {count} of each of "
+            f"{list(groups)}: Rollout.group_ids has to come group by group, in the order of `groups`"
         )
     rollout = replace(rollout, members=torch.arange(len(owners)) % count).validate()
     images = rollout.decoded.cpu().numpy()

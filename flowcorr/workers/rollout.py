@@ -21,7 +21,7 @@ from flowcorr.models import load_family
 from flowcorr.models.quantized import whole_copy
 from flowcorr.records import Rollout
 from flowcorr.rollout.base import OnImages, Weights, ignore_images, needs_base, shards_weights
-from flowcorr.rollout.build import build_backend
+from flowcorr.rollout.build import as_rollout, build_backend
 from flowcorr.rollout.vllm_omni.probe import ComputedProbe, ShippedProbe
 from flowcorr.workers.pool import Answer, OnEvent, WorkerPool, ignore_event
 
@@ -273,9 +273,10 @@ class RolloutWorker:
     def sample(self, shard: Shard) -> tuple[Rollout, Tensor]:
         """Sample a shard with its weights; returns the rollout without images, and the images."""
         self._load(shard.weights)
-        rollout = self._engine.sample(
+        answer = self._engine.sample(
             shard.conditioning, shard.groups, training_step=shard.training_step, with_means=shard.with_means
-        ).to("cpu")
+        )
+        rollout = as_rollout(answer).to("cpu")
         return replace(rollout, images=None), rollout.decoded
 
     def describe(self) -> dict[str, str]:

@@ -5,8 +5,8 @@ import sys
 import pytest
 import torch
 
-from flowcorr.config import load
-from flowcorr.errors import MissingExtraError
+from flowcorr.config import Engine, load
+from flowcorr.errors import ConfigError, MissingExtraError
 from flowcorr.rollout import InProcessEngine
 from flowcorr.rollout.build import build_backend, check_installed
 
@@ -26,6 +26,29 @@ def test_a_missing_extra_is_named_with_the_key_that_needs_it(monkeypatch, overri
     with pytest.raises(MissingExtraError, match=rf"^{override} needs \S+; .*flowcorr\[{extra}\]"):
         check_installed(load("tiny_jpeg_lora", [override]))
     check_installed(load("tiny_jpeg_lora"))
+
+
+class WithoutClose:
+    """An engine that lacks methods."""
+
+    history = ()
+
+    def __init__(self, config, family, *, merge, base, probe):
+        pass
+
+    def sample(self, conditioning, groups, *, training_step, with_means, on_images):
+        return None
+
+
+HALF = Engine(build="rollout.test_build:WithoutClose")
+
+
+def test_an_engine_without_methods_is_refused_with_their_names():
+    config = load("tiny_jpeg_lora", ["rollout.name=rollout.test_build:HALF", "rollout.emulate=none"])
+    with pytest.raises(
+        ConfigError, match=r"WithoutClose without restore, sync, close; an engine has history"
+    ):
+        build_backend(config, None, merge=None, base=None, probe=None)
 
 
 def test_an_engine_samples_as_the_one_that_the_trainer_builds(make_run):

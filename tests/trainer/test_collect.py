@@ -167,3 +167,21 @@ def test_an_evaluation_follows_the_same_rule():
     with pytest.raises(BackendError, match="eval/reward has no score: 4 of 4 held-out images failed"):
         evaluate(run, data.heldout)
     run.close()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda rollout: None, "returned a NoneType"),
+        (
+            lambda rollout: rollout.only(torch.tensor([0, 1])),
+            r"returned 2 samples of the groups \[0\] where .* of \[0, 1",
+        ),
+    ],
+)
+def test_what_is_no_rollout_of_the_groups_ends_the_run(prepared, monkeypatch, spoil, told):
+    run, _, _ = prepared()
+    sample = run.engine.sample
+    monkeypatch.setattr(run.engine, "sample", lambda *args, **given: spoil(sample(*args, **given)))
+    with pytest.raises(BackendError, match=told):
+        train_step(run, 1, lambda phase: None)

@@ -19,6 +19,7 @@ from flowcorr.errors import BackendError
 from flowcorr.models import Conditioning, Guidance, SamplingPlan, Schedule, windows_of
 from flowcorr.records import Rollout
 from flowcorr.rollout import RolloutEngine, Weights
+from flowcorr.rollout.build import as_rollout
 from flowcorr.rollout.precision import usual_gap
 from flowcorr.rollout.witnesses import velocity_gap, without_velocity
 
@@ -200,7 +201,7 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
             for name, tensor in conditioning.items()
             if without is None or not name.startswith(without)
         }
-        rollout = engine.sample(rows, groups, training_step=training_step, with_means=True)
+        rollout = as_rollout(engine.sample(rows, groups, training_step=training_step, with_means=True))
         if rollout.window.means is None or rollout.window.stds is None:
             raise BackendError("the rollout engine returns no step means and stds, which the doctor compares")
         members = torch.arange(rollout.num_samples) % actor.config.rollout.n
