@@ -10,10 +10,10 @@ from flowcorr.config.load import (
     load_mapping,
     read_mapping,
     recipe_names,
-    redact_override,
     to_mapping,
     to_yaml,
 )
+from flowcorr.config.overrides import redact_override
 from flowcorr.config.run import TrainerConfig
 from flowcorr.config.schema import (
     ActorConfig,

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,12 @@ from omegaconf.errors import OmegaConfBaseException
 import flowcorr
 from flowcorr.config import yaml_text
 from flowcorr.config.build import build, to_mapping
-from flowcorr.config.older_verl import FLAT_KEYS, translate_algorithm
+from flowcorr.config.older_verl import translate_algorithm
+from flowcorr.config.overrides import reason_of, redact_override, resolved
 from flowcorr.config.rules import check, warn
-from flowcorr.config.schema import Config, LoraConfig
+from flowcorr.config.schema import Config
 from flowcorr.config.text_file import read_text
-from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.errors import ConfigError, nearest
-from flowcorr.private import REDACTED, names_secret, redact
 
 __all__ = [
     "errors_name",
@@ -32,16 +29,9 @@ __all__ = [
     "load_mapping",
     "read_mapping",
     "recipe_names",
-    "redact_override",
     "to_mapping",
     "to_yaml",
 ]
-
-logger = logging.getLogger(__name__)
-
-_CORRECTION = "algorithm.rollout_correction"
-_INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
-_MAX_INTERPOLATIONS = 24  # each value may use others, so the text that they make grows exponentially
 
 
 def load(recipe: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
@@ -69,7 +59,7 @@ def load(recipe: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Confi
 
 def read_mapping(path: Path, overrides: Sequence[str] = ()) -> Mapping[str, Any]:
     """The plain values of a recipe's file with overrides: nothing of them is checked, and nothing is imported."""
-    return _beside(path, _resolve(_parsed(read_text(path)), overrides))
+    return _beside(path, resolved(_parsed(read_text(path)), overrides))
 
 
 @contextlib.contextmanager
@@ -84,7 +74,7 @@ def errors_name(path: Path, overrides: Sequence[str] = ()) -> Iterator[None]:
 
 def load_text(text: str) -> Config:
     """Make and check a `Config` from the text of a recipe; see `load`."""
-    return load_mapping(_resolve(_parsed(text), ()))
+    return load_mapping(resolved(_parsed(text), ()))
 
 
 def load_mapping(values: Mapping[str, Any]) -> Config:
@@ -164,17 +154,6 @@ def find_recipe(recipe: str | os.PathLike[str], *, or_folder: bool = False) -> P
     )
 
 
-def redact_override(override: str) -> str:
-    """An override `key=value` as it may be shown: `key=***` where its value holds a secret, see `redact`."""
-    key, _, text = override.partition("=")
-    try:
-        values = {key.strip().rpartition(".")[2]: text, "": yaml_text.parse(text)}
-        hidden = redact(values) != values
-    except ConfigError:
-        hidden = names_secret(override)
-    return f"{key}={REDACTED}" if hidden else override
-
-
 def _beside(recipe: Path, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The values with prompts files that lie beside the recipe, and not in the current folder, found there."""
     data = values.get("data")
@@ -204,122 +183,7 @@ def _parsed(text: str) -> DictConfig:
     try:
         return OmegaConf.create(values)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key or 'a key'} cannot be read: {_reason(error)}") from None
-
-
-def _resolve(config: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
-    """Apply overrides, then interpolate."""
-    found = sum(
-        len(_INTERPOLATION.findall(text)) for text in (*_texts(OmegaConf.to_container(config)), *overrides)
-    )
-    if found > _MAX_INTERPOLATIONS:
-        raise ConfigError(
-            f"{found} interpolations ${{...}} are more than the {_MAX_INTERPOLATIONS} that a recipe may hold; write "
-            "their values out"
-        )
-    recipe = _numbers_of_lora(config)
-    _give_way_to_preset(config, overrides)
-    _check_blanks(overrides)
-    for override in overrides:
-        _override(config, override)
-    _say_other_scale(recipe, _numbers_of_lora(config))
-    try:
-        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key or 'a value'} cannot be resolved: {_reason(error)}") from None
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
-
-
-def _numbers_of_lora(config: DictConfig) -> dict[str, float]:
-    """The rank and the alpha of a recipe, their defaults where it states none; empty if they are no numbers yet."""
-    model = OmegaConf.to_container(config).get("model")  # type: ignore[union-attr]
-    lora = model.get("lora") if isinstance(model, dict) else None
-    stated = lora if isinstance(lora, dict) else {}
-    numbers = {key: stated.get(key, getattr(LoraConfig(), key)) for key in ("rank", "alpha")}
-    return numbers if all(type(number) in (int, float) for number in numbers.values()) else {}
-
-
-def _say_other_scale(recipe: Mapping[str, float], run: Mapping[str, float]) -> None:
-    """Say where a rank alone changes `alpha / rank`: an override beside the recipe's alpha, or beside the default."""
-    default = {"rank": LoraConfig().rank, "alpha": LoraConfig().alpha}
-    for before, origin in ((recipe, "the recipe"), (default, "the default")):
-        if not before or not run or 0 in (before["rank"], run["rank"]):
-            continue
-        if run["alpha"] == before["alpha"] and run["rank"] != before["rank"]:
-            scale = before["alpha"] / before["rank"]
-            logger.warning(
-                "model.lora.rank=%g beside alpha %g of %s scales the adapter by %g instead of %g; model.lora.alpha=%g "
-                "keeps the scale",
-                *(run["rank"], run["alpha"], origin, run["alpha"] / run["rank"], scale, scale * run["rank"]),
-            )
-            return
-
-
-def _give_way_to_preset(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Empty the recipe's section of rollout correction where an override names a preset."""
-    given = [override.partition("=") for override in overrides]
-    chosen = [text.strip() for key, _, text in given if key.strip() == f"{_CORRECTION}.preset"]
-    algorithm = OmegaConf.select(config, "algorithm")
-    if not chosen or chosen[-1] in ("", "null") or not isinstance(algorithm, DictConfig):
-        return
-    section = OmegaConf.select(config, _CORRECTION)
-    said = dict(section) if isinstance(section, DictConfig) else {}
-    said |= {key: algorithm.pop(key) for key in FLAT_KEYS if key in algorithm}  # those of older dialects
-    default = to_mapping(RolloutCorrectionConfig())
-    lost = [
-        key for key, value in said.items() if key != "preset" and value != default.get(str(key), object())
-    ]
-    if lost:
-        warnings.warn(
-            f"{_CORRECTION}.preset={chosen[-1]} replaces the recipe's {', '.join(map(str, lost))}",
-            UserWarning,
-            stacklevel=4,
-        )
-    if isinstance(section, DictConfig):
-        OmegaConf.update(config, _CORRECTION, {}, merge=False)
-
-
-def _check_blanks(overrides: Sequence[str]) -> None:
-    """Refuse `key = value`, which a shell hands over as several words."""
-    if any("=" not in override or override.startswith("=") for override in overrides):
-        joined = re.sub(r" *= *", "=", " ".join(overrides)).split()
-        meant = [redact_override(word) for word in joined if "=" in word and word not in overrides]
-        if meant:
-            raise ConfigError(f"an override must have no blanks around =; write {' '.join(meant)}")
-
-
-def _override(config: DictConfig, override: str) -> None:
-    key, equals, text = override.partition("=")
-    key = key.strip()
-    if not equals or not key:
-        raise ConfigError(
-            f"override {override!r} must have the form section.key=value, such as trainer.seed=1"
-        )
-    if key.startswith("+"):
-        raise ConfigError(
-            f"override {redact_override(override)} must have no + before its key; write "
-            f"{redact_override(override.lstrip('+ '))}"
-        )
-    try:
-        value = yaml_text.parse(text)
-    except ConfigError as error:
-        shown = redact_override(override)
-        reason = f"{error}" if shown == override else "not valid YAML"
-        raise ConfigError(f"{shown} is {reason}") from None
-    if yaml_text.has_comment(text):
-        raise ConfigError(
-            f"{redact_override(override)} has a # that begins a comment of YAML; put the value into quotes"
-        )
-    try:
-        OmegaConf.update(config, key, value, merge=value != {})  # to merge nothing would leave all as it was
-    except (OmegaConfBaseException, IndexError, RecursionError) as error:
-        raise ConfigError(f"{redact_override(override)} cannot be set: {_reason(error)}") from None
-    except (TypeError, ValueError):
-        raise ConfigError(
-            f"{redact_override(override)} cannot be set: its key names an entry of a list by a word; entries are "
-            "counted from 0, as in reward.terms[0].weight=1"
-        ) from None
+        raise ConfigError(f"{error.full_key or 'a key'} cannot be read: {reason_of(error)}") from None
 
 
 def _translate(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -330,17 +194,3 @@ def _translate(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(algorithm.get("rollout_correction"), Mapping | None):
         return values  # `build` says what is wrong
     return {**values, "algorithm": translate_algorithm(algorithm)}
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """All strings in plain data."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _texts(item)
-
-
-def _reason(error: Exception) -> str:
-    """The first line of OmegaConf's message; the others name the key once more."""
-    return str(getattr(error, "msg", None) or error).partition("\n")[0]

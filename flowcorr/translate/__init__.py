@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from flowcorr.config import Config, to_mapping
-from flowcorr.config.load import load_text, redact_override
+from flowcorr.config.load import load_text
+from flowcorr.config.overrides import redact_override
 from flowcorr.config.text_file import read_text
 from flowcorr.errors import ConfigError
 from flowcorr.translate import flow_factory, flow_grpo, unresolved, verl_omni

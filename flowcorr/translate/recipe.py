@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowcorr.config.load import redact_override, without_interpolation
+from flowcorr.config.load import without_interpolation
+from flowcorr.config.overrides import redact_override
 from flowcorr.translate.table import Line, Translation
 
 _WIDTH = 110

@@ -15,7 +15,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from flowcorr.config import yaml_text
-from flowcorr.config.load import redact_override, without_interpolation
+from flowcorr.config.load import without_interpolation
+from flowcorr.config.overrides import redact_override
 from flowcorr.errors import ConfigError
 
 _ROOT = "actor_rollout_ref:"
