@@ -117,6 +117,9 @@ class SamplingConfig:
             draws any `sde_window_size` steps of the range, with Euler steps between them.
         sde_noise_range: half-open range of steps that are SDE steps even outside the window, where they have no
             log-prob and are not trained on; null for none. DanceGRPO and flow_grpo sample so.
+        post_window_stride: steps of the schedule that one Euler step of a rollout covers after both ranges; 1 is off.
+            If it does not divide them, the last Euler step covers fewer. The window keeps its latents and log-probs,
+            and images change. Evaluations take all steps. MixGRPO-Flash (arXiv:2507.21802) compresses the same steps.
         window_per: `group` draws one window for all images of a prompt, `sample` one for each image.
         guidance_scale: classifier-free guidance (SD3, FLUX.2 klein, Ovis-Image, Wan; Z-Image, one more than its
             pipeline counts) or distilled guidance (FLUX.1); 1 is off.
@@ -135,6 +138,7 @@ class SamplingConfig:
     sde_window_range: tuple[int, int] = (0, 4)
     sde_window_layout: Literal["consecutive", "scattered"] = "consecutive"
     sde_noise_range: tuple[int, int] | None = None
+    post_window_stride: int = 1
     window_per: Literal["group", "sample"] = "group"
     guidance_scale: float = 1.0
     true_cfg_scale: float = 1.0
@@ -163,6 +167,7 @@ class SamplingConfig:
                 f"sampling.sde_window_size={self.sde_window_size} does not fit sampling.sde_window_range="
                 f"[{low}, {high}], which holds {high - low} steps; shorten the window or widen the range"
             )
+        self._check_stride()
         for key, least, most in (
             *((key, 0, _MOST_GUIDANCE) for key in ("guidance_scale", "true_cfg_scale")),
             *((key, 1, MOST_PIXELS) for key in ("height", "width")),
@@ -175,6 +180,29 @@ class SamplingConfig:
     def noisy_steps(self) -> range:
         """The steps of `sde_noise_range`, which are stochastic whatever the window."""
         return range(*(self.sde_noise_range or (0, 0)))
+
+    @property
+    def rollout_steps(self) -> tuple[int, ...]:
+        """The steps of the schedule at which a rollout calls the transformer, see `post_window_stride`."""
+        end = self._stochastic_end
+        return (*range(end), *range(end, self.num_inference_steps, self.post_window_stride))
+
+    @property
+    def _stochastic_end(self) -> int:
+        """The step after the last one that can be stochastic."""
+        return max(self.sde_window_range[1], self.noisy_steps.stop)
+
+    def _check_stride(self) -> None:
+        stride, end = self.post_window_stride, self._stochastic_end
+        at_least("sampling.post_window_stride", stride, 1)
+        left = self.num_inference_steps - end
+        if stride > max(left, 1):
+            key = "sde_window_range" if end == self.sde_window_range[1] else "sde_noise_range"
+            fix = f"use at most {left}" if left > 1 else f"use 1, or end sampling.{key} earlier"
+            raise ConfigError(
+                f"sampling.post_window_stride={stride} covers more than the {left} steps after step {end}, where "
+                f"sampling.{key} ends (sampling.num_inference_steps={self.num_inference_steps}); {fix}"
+            )
 
     def _check_range(self, key: str, steps: tuple[int, int]) -> None:
         low, high = steps

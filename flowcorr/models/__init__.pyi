@@ -2,7 +2,7 @@ from .adapter_check import AdapterCheck, CannotCompare, Difference, compare_as_s
 from .base import Conditioning, Guidance, ModelFamily
 from .load import DTYPES, check_attention, load_family, pipeline_class_of, quiet_loaders, resolve_family
 from .paths import EMBEDDED, resolve_path
-from .sampling_plan import SamplingPlan, windows_of
+from .sampling_plan import SamplingPlan, rollout_schedule, windows_of
 from .schedule import Schedule
 
 __all__ = [
@@ -24,5 +24,6 @@ __all__ = [
     "quiet_loaders",
     "resolve_family",
     "resolve_path",
+    "rollout_schedule",
     "windows_of",
 ]

@@ -20,7 +20,8 @@ class SamplingPlan:
     Attributes:
         sampling: transition, noise level, windows.
         guidance: as `sampling` states it.
-        schedule: the sigma table, not rounded; an engine samples with `ModelFamily.in_dtype` of it.
+        schedule: the steps of a rollout, see `rollout_schedule`; not rounded. An engine samples with
+            `ModelFamily.in_dtype` of it.
         latent_shape: `L`.
     """
 
@@ -37,7 +38,7 @@ class SamplingPlan:
             ConfigError: the model cannot make images of this size, or a step that can be stochastic has no density.
         """
         shape = family.sample_shape(sampling.height, sampling.width, sampling.num_frames)
-        schedule = family.schedule(sampling.num_inference_steps, shape)
+        schedule = rollout_schedule(family, sampling, shape)
         sde.check_schedule(
             sampling.sde_type,
             schedule.sigmas,
@@ -52,6 +53,16 @@ class SamplingPlan:
     ) -> Tensor:
         """The SDE steps `[B, T]` of the samples, see `windows_of`."""
         return windows_of(self.sampling, groups, members, seed=seed, training_step=training_step)
+
+
+def rollout_schedule(
+    family: ModelFamily, sampling: SamplingConfig, latent_shape: tuple[int, ...]
+) -> Schedule:
+    """The steps that rollouts of latents `L` take: the model's schedule, without those that longer steps cover.
+
+    The steps that can be stochastic keep their places in the schedule.
+    """
+    return family.schedule(sampling.num_inference_steps, latent_shape).begin_at(sampling.rollout_steps)
 
 
 def windows_of(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +14,22 @@ from flowcorr.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The sigma table of one run.
+    """The sigma table of one run, of `N` steps.
 
     Attributes:
-        sigmas: `num_inference_steps + 1` noise levels, from the pipeline's own scheduler, ending in 0.
-        timesteps: `num_inference_steps` values as they are handed to `ModelFamily.velocity`.
+        sigmas: `N + 1` noise levels, from the pipeline's own scheduler, ending in 0.
+        timesteps: `N` values as they are handed to `ModelFamily.velocity`.
     """
 
     sigmas: tuple[float, ...]
     timesteps: tuple[float, ...]
+
+    def begin_at(self, steps: Sequence[int]) -> Schedule:
+        """Fewer and longer steps: each begins at one of `steps`, ascending, and ends where the next one begins."""
+        return Schedule(
+            sigmas=(*(self.sigmas[step] for step in steps), self.sigmas[-1]),
+            timesteps=tuple(self.timesteps[step] for step in steps),
+        )
 
 
 def linear_schedule(

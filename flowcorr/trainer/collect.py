@@ -15,6 +15,7 @@ from flowcorr import distributed
 from flowcorr.algorithm import needs_rollout_means
 from flowcorr.errors import BackendError
 from flowcorr.metrics import Metrics, maximum, mean, total
+from flowcorr.models import rollout_schedule
 from flowcorr.records import ImageArray, Prompt, Rollout
 from flowcorr.rewards import Reward, RewardOutput, report_broken, score_batch, scored_ahead
 from flowcorr.rollout import decode
@@ -126,11 +127,10 @@ def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> 
     broken = _find_broken(run, rollout)
     whole = [place for place in range(len(owners)) if place not in broken]
     if whole:
-        num_steps = run.config.sampling.num_inference_steps
         compared = Compared(
             rollout=rollout.only(torch.tensor(whole)),
             config=run.config,
-            schedule=run.actor.family.schedule(num_steps, rollout.latent_shape),
+            schedule=rollout_schedule(run.actor.family, run.config.sampling, rollout.latent_shape),
             training_step=step,
         )
         metrics = metrics.merge(witness_metrics(compared))

@@ -5,13 +5,51 @@ from dataclasses import fields, is_dataclass
 import pytest
 
 from flowcorr.config import load, load_mapping
-from flowcorr.config.schema import ActorConfig, Config
+from flowcorr.config.schema import ActorConfig, Config, SamplingConfig
 from flowcorr.errors import ConfigError
 
 
 def test_cps_noise_level_above_one(bare):
     with pytest.raises(ConfigError, match=r"sampling\.noise_level=1\.2 is out of range for sde_type=cps"):
         load(bare, ["sampling.sde_type=cps", "sampling.noise_level=1.2"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "taken"),
+    [
+        ({}, [*range(10)]),
+        ({"post_window_stride": 2}, [0, 1, 2, 3, 4, 6, 8]),
+        ({"post_window_stride": 4}, [0, 1, 2, 3, 4, 8]),  # the last step covers the two that are left
+        ({"post_window_stride": 6}, [0, 1, 2, 3, 4]),
+        ({"post_window_stride": 2, "sde_noise_range": (2, 7)}, [0, 1, 2, 3, 4, 5, 6, 7, 9]),
+        ({"post_window_stride": 2, "sde_noise_range": (0, 2)}, [0, 1, 2, 3, 4, 6, 8]),
+    ],
+)
+def test_steps_after_the_last_stochastic_one_may_be_longer(keys, taken):
+    assert list(SamplingConfig(**keys).rollout_steps) == taken
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"post_window_stride": 0}, r"sampling\.post_window_stride=0 is out of range"),
+        (
+            {"post_window_stride": 7},
+            r"=7 covers more than the 6 steps after .*window_range ends .*; use at most 6$",
+        ),
+        (
+            {"post_window_stride": 2, "sde_window_range": (0, 10)},
+            r"=2 covers more than the 0 steps .*; use 1, or end sampling\.sde_window_range earlier$",
+        ),
+        (
+            {"post_window_stride": 2, "sde_noise_range": (0, 9)},
+            r"=2 covers more than the 1 steps .*; use 1, or end sampling\.sde_noise_range earlier$",
+        ),
+    ],
+)
+def test_a_stride_that_leaves_nothing_to_shorten_is_refused(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        SamplingConfig(**keys)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,14 @@ def test_a_plan_holds_shape_schedule_and_guidance(family):
     assert plan.guidance == Guidance(guidance_scale=3.0, negative_prompt="bad")
 
 
+@pytest.mark.parametrize(("stride", "steps"), [(2, [0, 1, 2, 4]), (3, [0, 1, 2, 5]), (4, [0, 1, 2])])
+def test_longer_steps_end_where_the_schedule_does(family, stride, steps):
+    plan = SamplingPlan.of(family, sampling(sde_window_range=(0, 2), post_window_stride=stride))
+    full = family.schedule(6, plan.latent_shape)
+    assert plan.schedule.timesteps == tuple(full.timesteps[step] for step in steps)
+    assert plan.schedule.sigmas == (*(full.sigmas[step] for step in steps), 0.0)
+
+
 def test_windows_follow_the_sampling_section(family):
     plan = SamplingPlan.of(family, sampling(sde_window_size=3, window_per="sample"))
     windows = plan.windows([0] * 8, range(8), seed=1, training_step=2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_pipelines import PIPELINES
+from tiny_pipelines import PIPELINES, connect
 
 from flowcorr.config import ModelConfig
 from flowcorr.errors import ConfigError
@@ -211,6 +211,47 @@ def test_a_copy_has_the_precisions_of_a_loaded_model(name, make_config, tmp_path
         for key, tensor in tensors.items():
             assert torch.equal(found[key], tensor), key
             assert found[key].dtype == tensor.dtype, key
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"sde_noise_range": (1, 4), "guidance_scale": 3.0},
+        {"window_per": "sample", "sde_window_layout": "scattered"},
+    ],
+    ids=["twins", "noise and guidance", "scattered"],
+)
+def test_longer_steps_change_images_and_no_bit_of_the_window(make_run, keys):
+    keys = {"num_inference_steps": 8, "sde_window_range": (0, 3), **keys}
+    whole = make_run(sampling=keys).sample()
+    assert_same_window(whole, make_run(sampling={**keys, "post_window_stride": 3}).sample())
+
+
+@pytest.mark.parametrize("name", ["qwen_image", "flux", "wan"])
+def test_no_bit_of_the_window_of_another_family_changes(name, make_config, tmp_path):
+    tiny, rollouts = PIPELINES[name], []
+    for stride in (1, 2):
+        sampling = {
+            "height": tiny.size[0],
+            "width": tiny.size[1],
+            "num_frames": tiny.frames,
+            "num_inference_steps": 6,
+            "post_window_stride": stride,
+            **tiny.guidance,
+        }
+        path = str(tmp_path if stride > 1 else tiny.build(tmp_path))
+        config = make_config(model={"path": path, "max_sequence_length": tiny.tokens}, sampling=sampling)
+        _, _, engine, conditioning = connect(config, ["cat", "dog"])
+        rollouts.append(engine.sample(conditioning, range(2), training_step=1, with_means=True))
+    assert_same_window(*rollouts)
+
+
+def assert_same_window(whole, shortened):
+    for name, expected in whole.window.columns().items():
+        assert torch.equal(shortened.window.columns()[name], expected), name
+    assert torch.equal(shortened.log_probs, whole.log_probs)
+    assert not torch.equal(shortened.final_latents, whole.final_latents)
 
 
 def test_emulated_precisions_disagree_in_their_order(make_run):

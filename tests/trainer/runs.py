@@ -32,6 +32,8 @@ SMALL = (
 
 
 STALE = (
+    "sampling.sde_window_range=[0, 2]",
+    "sampling.post_window_stride=2",
     "rollout.staleness=2",
     "rollout.emulate=int8",
     "actor.ema=0.9",

@@ -13,7 +13,7 @@ from flowcorr.config import RewardTerm
 from flowcorr.data import PromptStream
 from flowcorr.errors import BackendError
 from flowcorr.instruments.rules import HealthMonitor, units_of
-from flowcorr.models import Schedule
+from flowcorr.models import SamplingPlan, Schedule
 from flowcorr.records import Prompt
 from flowcorr.rewards import build_reward
 from flowcorr.trainer.collect import collect, score
@@ -155,6 +155,14 @@ def test_a_fault_is_named_by_its_leg_and_by_no_other(fault, make_training):
     assert named(run) == [f"replay_{leg}"]
 
 
+def test_an_engine_that_takes_all_steps_where_longer_ones_are_asked_for_is_named(make_training):
+    run = make_training({"post_window_stride": 2})
+    assert named(run) == []
+    all_steps = replace(run.config.sampling, post_window_stride=1)
+    run.engine.plan = SamplingPlan.of(run.engine.family, all_steps)
+    assert named(run) == ["replay_after"]
+
+
 @pytest.mark.parametrize("fault", [fault for fault, (_, leg) in FAULTS.items() if "schedule" not in fault])
 def test_rounding_does_not_hide_it(fault, make_training):
     plant, leg = FAULTS[fault]
@@ -172,13 +180,18 @@ def test_a_fault_between_the_steps_of_a_window_is_named(make_training, noise_ran
 
 @pytest.mark.parametrize(
     ("sampling", "step"),
-    [({}, STEP), (SCATTERED, SCATTERED_STEP), ({**SCATTERED, "sde_noise_range": (0, 8)}, SCATTERED_STEP)],
+    [
+        ({}, STEP),
+        ({"post_window_stride": 3}, STEP),
+        (SCATTERED, SCATTERED_STEP),
+        ({**SCATTERED, "sde_noise_range": (0, 8)}, SCATTERED_STEP),
+    ],
 )
 @pytest.mark.parametrize("rollout", [{}, {"dtype": "bfloat16"}, {"emulate": "fp8"}, {"emulate": "int8"}])
 def test_nothing_is_named_where_only_rounding_differs(rollout, sampling, step, make_training):
     run = make_training(sampling, **rollout)
     values = replayed(run, step)
-    assert (values["rollout_corr/replay/between"] == 0) == (not sampling)
+    assert (values["rollout_corr/replay/between"] == 0) == ("sde_window_layout" not in sampling)
     assert sorted(values) == sorted(f"rollout_corr/replay/{leg}" for leg in (*LEGS, "window"))
     assert judged(run, values) == []
     assert values["rollout_corr/replay/reward"] == 0

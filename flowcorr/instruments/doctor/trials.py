@@ -16,7 +16,7 @@ from flowcorr import sde
 from flowcorr.actor import DiffusionActor
 from flowcorr.config.schema import Config
 from flowcorr.errors import BackendError
-from flowcorr.models import Conditioning, Guidance, SamplingPlan, Schedule, windows_of
+from flowcorr.models import Conditioning, Guidance, SamplingPlan, Schedule, rollout_schedule, windows_of
 from flowcorr.records import Rollout
 from flowcorr.rollout import RolloutEngine, Weights
 from flowcorr.rollout.build import as_rollout
@@ -259,9 +259,7 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
         moved_version=newest.version,
         moved_under=moved_under,
         conditioning={name: rows.repeat_interleave(members, 0) for name, rows in conditioning.items()},
-        schedule=actor.family.schedule(
-            actor.config.sampling.num_inference_steps, tuple(base.rollout.window.latents.shape[2:])
-        ),
+        schedule=rollout_schedule(actor.family, actor.config.sampling, base.rollout.latent_shape),
         num_prompts=count,
         withheld=plain,
         images_per_second=again.num_samples / seconds,

@@ -301,7 +301,7 @@ class _Rank:
     @property
     def _passes(self) -> float:
         """Forward passes of the engine in a step."""
-        return math.ceil(self.images / self._rows) * self.config.sampling.num_inference_steps
+        return math.ceil(self.images / self._rows) * len(self.config.sampling.rollout_steps)
 
     @property
     def _passes_traced(self) -> float:
@@ -311,7 +311,7 @@ class _Rank:
     def _denoising(self) -> Work:
         """All denoising steps of all images, as the engine computes them."""
         config, work = self.config, self.traces.sampling
-        steps = config.sampling.num_inference_steps
+        steps = len(config.sampling.rollout_steps)
         traced = self.traces.micro_batch * config.sampling.sde_window_size
         kernels = work.kernels * self._passes / self._passes_traced
         return replace(work.times(self.images * steps / traced), kernels=kernels)

@@ -330,7 +330,7 @@ class VllmOmniEngine:
         from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
         return OmniDiffusionSamplingParams(
-            num_inference_steps=self.config.sampling.num_inference_steps,
+            num_inference_steps=len(self.plan.schedule.timesteps),
             seed=0,  # noise comes from flowcorr's own generators
             extra_args=dict(extra),
             lora_request=self._lora_request(),

@@ -46,6 +46,15 @@ def test_offloaded_text_encoders_leave_the_trainers_peak_to_training(tiny):
     assert offloaded.phases["update"] == tiny.memory.phases["update"]
 
 
+def test_longer_steps_save_their_calls(tiny):
+    """Of its 10 steps, 6 come after the range: two of three steps each are left of them."""
+    longer = plan("sampling.post_window_stride=3")
+    flops = [next(phase.flops for phase in each.phases if phase.name == "sample") for each in (tiny, longer)]
+    assert flops[1] == pytest.approx(0.6 * flops[0])
+    assert longer.seconds("sample") == pytest.approx(0.6 * tiny.seconds("sample"))
+    assert longer.seconds("recompute") == tiny.seconds("recompute")
+
+
 def test_bypass_mode_has_no_recompute_pass(tiny):
     bypass = plan("algorithm.rollout_correction.preset=bypass_ppo_clip")
     assert bypass.seconds("recompute") == 0 < tiny.seconds("recompute")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flowcorr.errors import BackendError
-from flowcorr.models import Guidance
+from flowcorr.models import SamplingPlan
 from flowcorr.rollout.vllm_omni.probe import ComputedProbe
 from tests.prompts import prompts_of
 from tests.rollouts import columns
@@ -23,9 +23,8 @@ def with_sampling(stack, **changes):
     config = replace(stack.config, sampling=replace(stack.config.sampling, **changes))
     engine = copy.copy(stack.engine)
     engine.config = config
-    guidance = Guidance.of(config.sampling)
-    engine.plan = replace(engine.plan, sampling=config.sampling, guidance=guidance)
-    conditioning = stack.family.encode(prompts_of(["cat", "dog"]), guidance)
+    engine.plan = SamplingPlan.of(stack.family, config.sampling)
+    conditioning = stack.family.encode(prompts_of(["cat", "dog"]), engine.plan.guidance)
     return replace(stack, config=config, engine=engine, conditioning=conditioning)
 
 
@@ -66,6 +65,17 @@ def test_sampling_options_reach_the_engine(stack, changes):
     found = told.sample()
     assert_same_rollout(found, expected)
     assert not torch.equal(found.window.latents, stack.sample().window.latents)
+
+
+def test_longer_steps_leave_every_bit_of_the_window(stack):
+    told = with_sampling(stack, post_window_stride=2)
+    expected = told.in_process().sample(told.conditioning, range(2), training_step=1, with_means=True)
+    whole, found = stack.sample(), told.sample()
+    assert_same_rollout(found, expected)
+    for name, tensor in whole.window.columns().items():
+        assert torch.equal(found.window.columns()[name], tensor), name
+    assert torch.equal(found.log_probs, whole.log_probs)
+    assert not torch.equal(found.final_latents, whole.final_latents)
 
 
 def test_means_only_on_demand(stack):
