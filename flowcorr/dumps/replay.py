@@ -56,6 +56,7 @@ _BY_SAMPLE = (
     "references",
 )
 _PIXELS = ("images", "references")
+_PLACES = ("step_indices", "sigma_indices")
 _NUMBERS = ("guidance_scale", "noise_level", "adapter_alpha", "max_sequence_length")
 _FINITE = ("initial_noise", "latents", "next_latents", "log_probs", "final_latents")
 
@@ -77,7 +78,9 @@ class ReplaySamples:
         sde_type: their transition, see `flowcorr.sde.TRANSITIONS`.
         latents, next_latents: `[B, T, *L]` before and after each SDE step of the window.
         log_probs: `[B, T]` of these steps, as the engine gave them.
-        step_indices: `[T]`, their places in the schedule; None if all steps of it are SDE steps.
+        step_indices: `[T]`, their places among the steps of `sigmas`; None if all of these are SDE steps.
+        sigma_indices: `[N + 1]`, places of `sigmas` in the model's schedule, from 0 to its number of steps, where some
+            steps cover several of its; None if the engine took each of them.
         final_latents: `[B, *L]`, which were decoded.
         rewards: `[B]`.
         references: `[B, R, H, W, 3]`, or `[B, H, W, 3]` of one each: the reference images that an editing model got.
@@ -101,6 +104,7 @@ class ReplaySamples:
     next_latents: Array | None = None
     log_probs: Array | None = None
     step_indices: Array | None = None
+    sigma_indices: Array | None = None
     final_latents: Array | None = None
     rewards: Array | None = None
     references: Array | None = None
@@ -120,7 +124,7 @@ class ReplaySamples:
         for name in _NUMBERS:
             if hasattr(value := getattr(self, name), "item"):  # of numpy or torch
                 changed[name] = value.item()
-        for name in (*_BY_SAMPLE, "sigmas", "timesteps", "step_indices"):
+        for name in (*_BY_SAMPLE, "sigmas", "timesteps", *_PLACES):
             value = getattr(self, name)
             if value is not None:
                 if getattr(value, "ndim", int(isinstance(value, Sequence))) == 0:
@@ -226,7 +230,7 @@ def replay_files(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), folder / match[0]) for match in found if match))
 
 
-_OTHER_DTYPES = {("images", "U8"), ("references", "U8"), ("step_indices", "I64")}
+_OTHER_DTYPES = {*((name, "U8") for name in _PIXELS), *((name, "I64") for name in _PLACES)}
 _IS_NUMBER = ("a number", lambda value: type(value) in (int, float) and math.isfinite(value))
 
 
@@ -321,6 +325,9 @@ def _problem_of_schedule(tensors: Mapping[str, Tensor]) -> str:
         allowed = f"with {len(sigmas)} sigmas it must be {list(sigmas[1:].shape)}"
         return f"timesteps has shape {list(timesteps.shape)}; {allowed}"
     num_steps, window = _num_steps(tensors), _window(tensors)
+    places = tensors.get("sigma_indices")
+    if places is not None and (problem := _problem_of_places(places, num_steps)):
+        return problem
     if indices is None:
         if window is None or num_steps is None or window == num_steps:
             return ""
@@ -331,6 +338,18 @@ def _problem_of_schedule(tensors: Mapping[str, Tensor]) -> str:
     if not 0 <= int(indices[0]) <= int(indices[-1]) < (num_steps or checks.MAX_SCHEDULE):
         return f"step_indices={indices.tolist()} must lie in a schedule of {num_steps} steps"
     return ""
+
+
+def _problem_of_places(places: Tensor, num_steps: int | None) -> str:
+    if num_steps is None:
+        return "sigma_indices needs sigmas or timesteps; give the steps that the engine took"
+    ascend = places.shape == (num_steps + 1,) and bool((places.diff() > 0).all()) and int(places[0]) == 0
+    if ascend and int(places[-1]) <= checks.MAX_SCHEDULE:
+        return ""
+    return (
+        f"sigma_indices={checks.shown(str(places.tolist()))} must ascend from 0 to the number of the schedule's steps, "
+        f"at most {checks.MAX_SCHEDULE}, one place for each of {num_steps + 1} sigmas"
+    )
 
 
 def _window(tensors: Mapping[str, Tensor]) -> int | None:
@@ -351,9 +370,9 @@ def _copied(name: str, values: Array) -> Tensor:
     tensor = checks.as_tensor(f"flowcorr.ReplaySamples: {name}", values).clone()
     if name in _PIXELS:
         return tensor
-    if name == "step_indices":
+    if name in _PLACES:
         if bool((tensor != tensor.long()).any()):
-            raise BatchError(f"flowcorr.ReplaySamples: step_indices={tensor.tolist()} must be whole numbers")
+            raise BatchError(f"flowcorr.ReplaySamples: {name}={tensor.tolist()} must be whole numbers")
         return tensor.long()
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 

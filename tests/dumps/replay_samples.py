@@ -27,6 +27,7 @@ def given(**changes):
         "next_latents": normal(6, 2, *L).half(),
         "log_probs": normal(6, 2),
         "step_indices": [1, 2],
+        "sigma_indices": [0, 1, 2, 4, 6],
         "final_latents": normal(6, *L),
         "references": torch.rand(6, 2, 12, 16, 3, generator=draw),
         "rewards": [0.0, 0.1, 0.2, 0.3, 0.4, 0.5],

@@ -25,7 +25,7 @@ def test_a_file_holds_all_of_it(tmp_path):
     assert made.tensors().keys() == found.tensors().keys()
     for name, value in made.tensors().items():
         assert torch.equal(value, found.tensors()[name]), name
-        assert name in ("sigmas", "timesteps", "step_indices") or len(value) == COUNT
+        assert name in ("sigmas", "timesteps", "step_indices", "sigma_indices") or len(value) == COUNT
     (name,) = found.adapter
     assert torch.equal(found.adapter[name], made.adapter[name])
     plain = ("negative_prompt", "guidance_scale", "noise_level", "sde_type", "adapter_alpha", "dtype")
@@ -130,6 +130,14 @@ def test_all_steps_are_the_window_where_no_place_is_given():
         ({"step_indices": [0.5, 1.5]}, r"step_indices=\[0\.5, 1\.5\] must be whole numbers"),
         ({"sigmas": [1000.0, 900.0, 700.0, 400.0, 0.0]}, "must lie from 0 to 1; divide timesteps by 1000"),
         ({"step_indices": [2, 4]}, "must lie in a schedule of 4 steps"),
+        (
+            {"sigma_indices": [0, 1, 2, 4]},
+            r"sigma_indices=.* must ascend from 0 .*, one place for each of 5 sigmas",
+        ),
+        ({"sigma_indices": [0, 1, 2, 2, 6]}, "must ascend from 0"),
+        ({"sigma_indices": [1, 2, 3, 4, 6]}, "must ascend from 0"),
+        ({"sigma_indices": [0, 1, 2, 4, 10**6]}, "at most"),
+        ({"sigma_indices": [0, 1, 2, 4, 6], "sigmas": None, "timesteps": None}, "needs sigmas or timesteps"),
         ({"sigmas": [0.5, 0.9, 0.7, 0.4, 0.0]}, "must descend"),
         ({"timesteps": [1000.0]}, r"with 5 sigmas it must be \[4\]"),
         ({"timesteps": [1000.0, 750.0, float("nan"), 250.0]}, "must be finite"),

@@ -367,7 +367,7 @@ def _about_schedule(stack: Stack) -> Iterator[Hypothesis]:
     own = own_shift(stack.family, stack.latent_shape)
 
     def shifted(shift: float) -> Inputs:
-        found = with_shift(stack.family, len(times), stack.latent_shape, shift)
+        found = with_shift(stack.family, stack.places, stack.latent_shape, shift)
         if found is None:
             return inputs
         return replace(inputs, sigmas=found.sigmas, timesteps=found.timesteps)

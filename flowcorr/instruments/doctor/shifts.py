@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -30,17 +30,25 @@ def scheduler_with(family: ModelFamily, changes: Mapping[str, Any]) -> Iterator[
         family.pipeline.scheduler = before
 
 
+def schedule_at(family: ModelFamily, places: Sequence[int], latent_shape: tuple[int, ...]) -> Schedule:
+    """The model's own schedule at some places, from 0 to its number of steps, see `ReplaySamples.sigma_indices`."""
+    return family.schedule(places[-1], latent_shape).begin_at(places[:-1])
+
+
 def schedule(
-    family: ModelFamily, count: int, latent_shape: tuple[int, ...], spacing: Spacing = "pipeline"
+    family: ModelFamily,
+    places: Sequence[int],
+    latent_shape: tuple[int, ...],
+    spacing: Spacing = "pipeline",
 ) -> Schedule | None:
-    """The scheduler's schedule: as its pipeline asks for it, or in equal steps; None if it has none such."""
+    """The scheduler's schedule at some places: as its pipeline asks for it, or in equal steps; None if it has none."""
     scheduler = family.pipeline.scheduler
     try:
         if spacing == "pipeline":
-            return family.schedule(count, latent_shape)
+            return schedule_at(family, places, latent_shape)
         if scheduler.config.get("use_dynamic_shifting"):
             return None  # families with such a scheduler take equal steps anyway
-        return linear_schedule(scheduler, count, 1)
+        return linear_schedule(scheduler, places[-1], 1).begin_at(places[:-1])
     except (ValueError, ImportError):  # a spacing that the scheduler cannot make, or that needs scipy
         return None
 
@@ -56,7 +64,7 @@ def own_shift(family: ModelFamily, latent_shape: tuple[int, ...]) -> float:
 
 def with_shift(
     family: ModelFamily,
-    count: int,
+    places: Sequence[int],
     latent_shape: tuple[int, ...],
     shift: float,
     spacing: Spacing = "pipeline",
@@ -65,4 +73,4 @@ def with_shift(
     changes = {"shift": shift, "use_dynamic_shifting": False}
     config = family.pipeline.scheduler.config
     with scheduler_with(family, {name: value for name, value in changes.items() if name in config}):
-        return schedule(family, count, latent_shape, spacing)
+        return schedule(family, places, latent_shape, spacing)

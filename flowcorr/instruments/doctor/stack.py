@@ -20,6 +20,7 @@ from flowcorr import sde
 from flowcorr.config.schema import LoraConfig
 from flowcorr.dumps.replay import COUNT, ReplaySamples
 from flowcorr.errors import ConfigError
+from flowcorr.instruments.doctor.shifts import schedule_at
 from flowcorr.lora import ADAPTER, adapter_state, add_adapter
 from flowcorr.models import DTYPES, Conditioning, Guidance, ModelFamily, Schedule
 from flowcorr.models.adapter_files import plain_name
@@ -103,7 +104,8 @@ class Stack:
 
     Attributes:
         latent_shape: `L`, as the family has it.
-        own: the model's own schedule of as many steps.
+        places: of the steps' noise levels in the model's own schedule, see `ReplaySamples.sigma_indices`.
+        own: the same steps of the model's own schedule.
         captured: the inputs as they were captured, with the model's own schedule where it was not.
         velocity_error: relative error of a velocity that the precision of both stacks explains.
 
@@ -124,7 +126,9 @@ class Stack:
         self.tensor("initial_noise")  # refuses samples of another model
         sigmas, timesteps = (samples.tensors().get(name) for name in ("sigmas", "timesteps"))
         count = len(sigmas) - 1 if sigmas is not None else 0 if timesteps is None else len(timesteps)
-        self.own: Schedule | None = family.schedule(count, self.latent_shape) if count else None
+        places = samples.tensors().get("sigma_indices")
+        self.places: tuple[int, ...] = tuple(range(count + 1) if places is None else places.tolist())
+        self.own: Schedule | None = schedule_at(family, self.places, self.latent_shape) if count else None
         own = Schedule(sigmas=(), timesteps=()) if self.own is None else self.own
         negative = samples.negative_prompt or ""
         self.captured = Inputs(

@@ -48,7 +48,8 @@ class Loop:
     """Training steps that only sample; `fault` names what is wrong with them.
 
     `plant` maps places of the loop, the names that `at` is called with, to functions of the loop and the value there:
-    what they return takes its place. Nothing of that is captured, which tells the configured values.
+    what they return takes its place. Nothing of that is captured, which tells the configured values. `places` in the
+    schedule of the noise levels between which the loop steps are the captured `sigma_indices`.
     """
 
     def __init__(
@@ -62,9 +63,11 @@ class Loop:
         num_steps=5,
         negative="",
         plant=None,
+        places=None,
     ):
         self.fault, self.guidance, self.num_steps = fault, guidance, num_steps
         self.negative, self.plant, self.index = negative, plant or {}, 0
+        self.places = places
         self.window = list(range(num_steps)) if WINDOWS[window] is None else WINDOWS[window]
         self.pipeline = load(trained=trained)
         self.draw = torch.Generator().manual_seed(seed)
@@ -120,6 +123,8 @@ class Loop:
         pipeline, fault, count = self.pipeline, self.fault, len(PROMPTS)
         pipeline.scheduler.set_timesteps(self.num_steps)
         sigmas, timesteps = pipeline.scheduler.sigmas, pipeline.scheduler.timesteps
+        if self.places is not None:
+            sigmas, timesteps = sigmas[self.places], timesteps[self.places[:-1]]
         table, times = self.at("schedule", (sigmas, timesteps))
         pipeline = self.at("pipeline", pipeline)
         text = self.embed(self.at("prompts", PROMPTS), self.at("negative", self.negative))
@@ -134,7 +139,7 @@ class Loop:
             initial = torch.randn(1, *shape, generator=torch.Generator().manual_seed(9)).expand(count, *shape)
         latents, befores, afters, log_probs = self.at("initial", initial), [], [], []
         table = table.half().float() if fault == "half_sigma" else table
-        for index in range(self.num_steps):
+        for index in range(len(timesteps)):
             self.index = index
             fed = times[index].bfloat16().float() if fault == "rounded_timesteps" else times[index]
             scale = self.at("scale", 1.0 if fault == "guidance_off" else self.guidance)
@@ -175,6 +180,7 @@ class Loop:
                 "next_latents": torch.stack(afters, 1),
                 "log_probs": self.at("log_probs", torch.stack(log_probs, 1)),
                 "step_indices": self.window,
+                "sigma_indices": self.places,
                 "final_latents": latents,
                 "images": images,
                 "rewards": self.at("rewards", images.flatten(1).mean(1)),

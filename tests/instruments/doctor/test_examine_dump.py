@@ -57,6 +57,21 @@ def test_a_clean_run_is_clean(window, tmp_path):
     assert set(found.values()) == {"healthy"}
 
 
+LONGER = {"window": "middle", "num_steps": 8, "places": [0, 1, 2, 3, 4, 6, 8]}
+
+
+def test_longer_steps_after_the_window_are_replayed_as_they_were_taken(tmp_path):
+    report = examine_dump(dump_steps(tmp_path, seed=1, **LONGER), SHALLOW)
+    assert (report.causes(), exit_code(report)) == ([], 0)
+    untold = dump_steps(tmp_path / "untold", seed=1, without=("sigma_indices",), **LONGER)
+    assert examine_dump(untold, SHALLOW).causes() == ["other_schedule"]
+
+
+def test_a_wrong_shift_of_longer_steps_is_named(tmp_path):
+    report = examine_dump(dump_steps(tmp_path, "wrong_shift", **LONGER), SHALLOW)
+    assert set(report.causes()) == {"wrong_shift"}
+
+
 def test_of_many_steps_a_few_are_replayed(tmp_path):
     report = examine_dump(dump_steps(tmp_path, steps=5, without=("latents", "next_latents")), SHALLOW)
     assert report.fact("steps") == [0, 2, 4]

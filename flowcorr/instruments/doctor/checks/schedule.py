@@ -82,7 +82,7 @@ def _named(stack: Stack, sigmas: Tensor, own: Tensor) -> tuple[str, str, dict[st
         message = f"the schedule has shift {shift:.4g}, and the model's own is {of_model:.4g}"
         return "wrong_shift", message, {"shift": shift, "own_shift": of_model}
     for spacing in _TABLES:
-        found = schedule(stack.family, len(sigmas) - 1, stack.latent_shape, spacing)
+        found = schedule(stack.family, stack.places, stack.latent_shape, spacing)
         factor = None if found is None else _factor_of(sigmas, _tensor(found.sigmas))
         if factor is not None:
             message = f"the schedule is shifted by {factor:.4g} times the model's own shift"
@@ -104,7 +104,7 @@ def _schedulers(family: ModelFamily) -> Iterator[tuple[dict[str, Any], str, str]
 
 
 def _matches(stack: Stack, sigmas: Tensor, spacing: Spacing) -> bool:
-    found = schedule(stack.family, len(sigmas) - 1, stack.latent_shape, spacing)
+    found = schedule(stack.family, stack.places, stack.latent_shape, spacing)
     return found is not None and float((_tensor(found.sigmas) - sigmas).abs().max()) <= _SAME
 
 
@@ -116,7 +116,7 @@ def _shift_of(stack: Stack, sigmas: Tensor) -> float | None:
     for spacing in _TABLES:
 
         def gap(shift: float, spacing: Spacing = spacing) -> Tensor:
-            found = with_shift(stack.family, len(sigmas) - 1, stack.latent_shape, shift, spacing)
+            found = with_shift(stack.family, stack.places, stack.latent_shape, shift, spacing)
             return torch.ones_like(sigmas) if found is None else _tensor(found.sigmas) - sigmas
 
         shift = fitted(gap, _STARTS, *SHIFTS)
