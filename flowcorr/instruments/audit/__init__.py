@@ -2,5 +2,6 @@
 
 from flowcorr.instruments.audit.dumped import audit_folder
 from flowcorr.instruments.audit.measure import audit, examine_batches
+from flowcorr.instruments.audit.savings import audit_savings
 
-__all__ = ["audit", "audit_folder", "examine_batches"]
+__all__ = ["audit", "audit_folder", "audit_savings", "examine_batches"]

@@ -86,7 +86,7 @@ def audit(config: Config, *, num_batches: int = NUM_BATCHES, title: str = "") ->
     if num_batches < 1:
         raise ConfigError(f"--batches {num_batches} measures nothing; use 1 or more")
     # The steps that make an engine stale have to move the weights as far as those of a run after its warm-up.
-    config = replace(config, actor=replace(config.actor, warmup_steps=0), rollout=_few_prompts(config))
+    config = replace(config, actor=replace(config.actor, warmup_steps=0), rollout=few_prompts(config))
     stream = PromptStream(load_prompts(config.data).train, seed=config.trainer.seed)
     prompts = [
         stream.next(config.rollout.prompts_per_step)
@@ -100,7 +100,8 @@ def audit(config: Config, *, num_batches: int = NUM_BATCHES, title: str = "") ->
         stacks.engine.close()
 
 
-def _few_prompts(config: Config) -> RolloutConfig:
+def few_prompts(config: Config) -> RolloutConfig:
+    """The rollout section with no more prompts a batch than an audit needs."""
     rollout = config.rollout
     enough = max(MAX_IMAGES // rollout.n, config.actor.mini_batches)
     return replace(rollout, prompts_per_step=min(rollout.prompts_per_step, enough))
@@ -119,7 +120,7 @@ def examine_batches(
     Raises:
         BackendError: the engine returns no step means, or a log-prob is not finite.
     """
-    config, seconds = actor.config, _Seconds(actor.device)
+    config, seconds = actor.config, Seconds(actor.device)
     staleness = config.rollout.max_weight_age
     gaps, engines, stales, velocities = [], [], [], []
     for step, batch in enumerate(prompts):
@@ -224,7 +225,7 @@ def _of_staleness(setting: Setting, precision: float, stale: float) -> list[Fact
     ]
 
 
-class _Seconds:
+class Seconds:
     """Times phases; each ends when the device has finished its work."""
 
     def __init__(self, device: torch.device) -> None:
