@@ -226,18 +226,18 @@ def _of_staleness(setting: Setting, precision: float, stale: float) -> list[Fact
 
 
 class Seconds:
-    """Times phases; each ends when the device has finished its work."""
+    """Times phases by a clock; each ends when the device has finished its work."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._device, self._clock = device, clock
         self._seen: dict[str, list[float]] = {}
 
     def timed(self, phase: str, work: Callable[[], Result]) -> Result:
-        begin = time.perf_counter()
+        begin = self._clock()
         result = work()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._seen.setdefault(phase, []).append(time.perf_counter() - begin)
+        self._seen.setdefault(phase, []).append(self._clock() - begin)
         return result
 
     def fastest(self, phase: str) -> float:

@@ -2,12 +2,13 @@
 
 The same prompts are sampled from the same noise by the recipe's own rollout engine, and once more with each saving.
 The reward of the recipe scores all images. A saving may change the window, which the gap says, or the images alone;
-then rewards tell another order of a prompt's images than those of its own images do.
+then rewards may rank a prompt's images in another order.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +25,7 @@ from flowcorr.errors import ConfigError
 from flowcorr.instruments.audit.gap import measure_gap
 from flowcorr.instruments.audit.measure import NUM_BATCHES, Seconds, few_prompts
 from flowcorr.instruments.audit.tables import joint_nats
-from flowcorr.instruments.finding import Column, Fact, Finding, Report, Table, keys_of
+from flowcorr.instruments.finding import Column, Fact, Finding, Report, Table
 from flowcorr.instruments.gap_words import two_digits
 from flowcorr.records import Prompt, Terms
 from flowcorr.rewards import build_reward, score_batch
@@ -50,7 +51,7 @@ class Measured:
     """Images of some prompts, as one configuration samples them.
 
     Attributes:
-        seconds: an image of the fastest batch; sampling and decoding.
+        seconds: an image of the fastest batch, sampling and decoding; of an engine on this process's CPU, its CPU time.
         gap: the actor's view of the windows.
         images: `[B, ...]` uint8.
         rewards: `[P, n]`, NaN where a sample failed.
@@ -130,7 +131,11 @@ def _measure(config: Config, *, batches: Sequence[Sequence[Prompt]], run: Path |
     reward = build_reward(config.reward.terms, timeout=config.reward.timeout)
     stacks = build_stacks(config, load_model(config), [prompt for batch in batches for prompt in batch])
     actor, engine, count = stacks.actor, stacks.engine, config.rollout.n
-    seconds, gaps, images, rewards = Seconds(actor.device), [], [], []
+    # Other processes of the machine take no CPU time from this one's.
+    in_process = not resolve_engine(config.rollout.name).own_processes and config.rollout.placement == "local"
+    on_cpu = in_process and actor.device.type == "cpu"
+    seconds = Seconds(actor.device, time.process_time if on_cpu else time.perf_counter)
+    gaps, images, rewards = [], [], []
     try:
         if run is not None:
             restore_weights(actor.weights, *choose_checkpoint(run / CHECKPOINTS, "last"))
@@ -297,5 +302,4 @@ def _finding(row: Mapping[str, object]) -> Finding:
         level="warning" if lost else "note",
         cause="saving",
         sentence=f"{name}: {saved}; {changed}; {known}",
-        keys=keys_of(name),
     )
