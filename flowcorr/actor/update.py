@@ -224,6 +224,7 @@ class PolicyOptimizer:
                     correction,
                     num_steps=self.config.sampling.num_inference_steps,
                     noise=self.bands.noise,
+                    cps_unscaled=self.config.sampling.cps_unscaled,
                 )
                 if self.weights.sharded or loss.loss_sum.requires_grad:
                     (self.loss_scale.value * loss.loss_sum).backward()

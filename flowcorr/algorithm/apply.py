@@ -62,7 +62,8 @@ def correct(
     judged_by: dict[str, Any] = {}
     if config.mode == "bypass":
         # Detached: a weight that had a gradient would be learned, instead of weighing what is learned.
-        target, kl = windows.log_prob.detach(), windows.rollout_kl
+        target = windows.log_prob.detach()
+        kl = None if windows.rollout_kl is None else windows.rollout_kl.detach()
         slack = None if actor_config is None else slack_of(windows, actor_config, config)
         judged_by = {"noise": noise or {}, "slack": slack}
     correction = compute_rollout_correction_and_rejection_mask(
@@ -139,12 +140,13 @@ def sees_windows(actor_config: ActorConfig, correction: RolloutCorrectionConfig)
 def needs_old_means(config: Config) -> bool:
     """Whether the actor's recomputation must return its step means (decoupled mode)."""
     correction = config.algorithm.rollout_correction
-    of_loss = loss_of(config.actor, correction).needs_kl
-    return of_loss or correction.needs_means
+    loss = loss_of(config.actor, correction)
+    centres = correction.score_centering and (correction.applies_weights or loss.adds_kl)
+    return loss.needs_kl or correction.needs_means or centres
 
 
 def needs_rollout_means(config: Config) -> bool:
     """Whether the rollout engine must return its step means."""
     correction = config.algorithm.rollout_correction
     in_loss = correction.mode in ("bypass", "auto") and loss_of(config.actor, correction).needs_kl
-    return in_loss or correction.needs_means
+    return in_loss or correction.needs_means or correction.score_centering

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flowcorr.algorithm.apply import correct
+from flowcorr.algorithm.centering import score_drift
 from flowcorr.algorithm.terms import batch_terms
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import RolloutCorrectionConfig
@@ -54,7 +55,7 @@ def apply_rollout_correction_to_diffusion_batch(
         actor_config=actor_config,
         num_steps=num_steps,
     )
-    return (
-        replace(batch, advantages=terms.advantage[:, 0], rollout_is_weights=terms.weight, keep=terms.keep),
-        metrics,
+    corrected = replace(
+        batch, advantages=terms.advantage[:, 0], rollout_is_weights=terms.weight, keep=terms.keep
     )
+    return corrected, metrics.merge(score_drift(corrected, num_steps))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flowcorr.algorithm.apply import correct, sees_windows
+from flowcorr.algorithm.centering import centred
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import OFF, RolloutCorrectionConfig
 from flowcorr.correction.robust import Noise
@@ -25,6 +26,7 @@ def diffusion_loss(
     *,
     num_steps: int | None = None,
     noise: Mapping[str, Noise] | None = None,
+    cps_unscaled: bool = False,
 ) -> LossOutput:
     """Policy loss of single steps `[b]`, or of whole windows `[b, T]`, as a sum.
 
@@ -38,6 +40,7 @@ def diffusion_loss(
         correction_config: the correction.
         num_steps: steps of the schedule, for the metrics by step; None reads it off the batch.
         noise: of earlier training steps, for `auto` thresholds in bypass mode, see `MeasuredBands.noise`.
+        cps_unscaled: whether log-probs are those of `sampling.cps_unscaled`, for score centering.
 
     Returns:
         The loss sum over kept terms, its counts, metrics of the update and, in bypass, those of the correction.
@@ -52,7 +55,10 @@ def diffusion_loss(
         terms, measured = correct(
             terms, correction_config, actor_config=actor_config, num_steps=num_steps, noise=noise
         )
-    output = loss_of(actor_config, correction_config).objective(terms, actor_config)
+    loss = loss_of(actor_config, correction_config)
+    if correction_config.score_centering:
+        terms = centred(terms, correction_config, loss, cps_unscaled=cps_unscaled)
+    output = loss.objective(terms, actor_config)
     if problem := _problem_of(output, terms):
         raise BatchError(f"actor.loss_mode={actor_config.loss_mode!r} returned {problem}")
     if actor_config.kl_coef and terms.reference_kl is not None:

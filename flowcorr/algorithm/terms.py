@@ -45,7 +45,8 @@ def batch_terms(
         log_prob=scores.log_probs,
         std=stds,
         old_kl=exact_kl(means, batch.old_means, stds),
-        rollout_kl=exact_kl(None if means is None else means.detach(), window.means, stds),
+        rollout_kl=exact_kl(means, window.means, stds),
+        old_rollout_kl=exact_kl(batch.old_means, window.means, stds),
         reference_kl=exact_kl(means, reference_means, stds),
     )
 

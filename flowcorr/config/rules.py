@@ -235,7 +235,7 @@ def _check_unscaled(config: Config) -> None:
             f"{units} {_CORRECTION}.log_ratio_scale={scale!r} takes them for nats; set cps_unscaled: false, or "
             "log_ratio_scale to mean or a number"
         )
-    if resolve_loss(config.actor).needs_densities:
+    if resolve_loss(config.actor).adds_kl:
         raise ConfigError(
             f"{units} actor.loss_mode="
             f"{config.actor.loss_mode!r} adds a bias in nats to their differences; set cps_unscaled: false, or choose "
@@ -384,6 +384,11 @@ def _unused_by_loss(config: Config) -> Iterator[tuple[str, str]]:
     if actor.kl_coef == 0:
         yield "actor.kl_weighting", "actor.kl_coef=0"
     loss = loss_of(actor, correction)
+    if loss.adds_kl and correction.mode == "bypass":
+        yield (
+            f"{_CORRECTION}.score_centering",
+            f"actor.loss_mode={actor.loss_mode} is centred at the policy of its old log-probs, which are the rollout's",
+        )
     if loss.reads is None:
         return
     chosen_by = f"actor.loss_mode={actor.loss_mode}"

@@ -68,6 +68,9 @@ class RolloutCorrectionConfig(PresetMethods):
         rejection_groups: after rejection, `recentre` shifts the advantages of each group so that their mean over its
             kept terms is 0 again; `drop_small` does so, and rejects groups left with fewer than two samples.
             Needs decoupled mode.
+        score_centering: subtract from each term's gradient the mean that it has under the rollout policy, which is 0
+            only where the engine's policy is the trainer's. Needs the rollout's step means; weights may be of `token`
+            level, and their mean is taken into account. Clipped and rejected terms are not centred.
         log_legacy_names: log the `mismatch/*` names of the older dialect as well.
 
     Raises:
@@ -90,6 +93,7 @@ class RolloutCorrectionConfig(PresetMethods):
     log_ratio_scale: ScaleName | float = "mean"
     rollout_rs_denominator: Denominator = "kept"
     rejection_groups: Groups = "none"
+    score_centering: bool = False
     log_legacy_names: bool = False
 
     def __post_init__(self) -> None:
@@ -201,7 +205,7 @@ class _Off(RolloutCorrectionConfig):
 
 
 DEFINING_KEYS = ("bypass_mode", "loss_type", "rollout_is", "rollout_rs")
-_FLAGS = ("rollout_is_apply", "rollout_is_batch_normalize", "log_legacy_names")
+_FLAGS = ("rollout_is_apply", "rollout_is_batch_normalize", "score_centering", "log_legacy_names")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "loss_type": get_args(LossType),
     "bypass_scope": get_args(Scope),
@@ -261,6 +265,7 @@ def _check_combinations(config: RolloutCorrectionConfig) -> None:
             f"{SECTION}.loss_type='reinforce' needs bypass_mode: true; "
             f"decoupled mode uses actor.loss_mode, so leave loss_type out"
         )
+    _check_centering(config)
     if config.mode == "decoupled":
         return
     if config.rollout_is_batch_normalize:
@@ -277,6 +282,26 @@ def _check_combinations(config: RolloutCorrectionConfig) -> None:
         raise ConfigError(
             f"{SECTION}.bypass_scope='step' gives the loss single steps, but rollout_is="
             f"{config.rollout_is!r} weighs whole trajectories; set bypass_scope: trajectory, or rollout_is: token"
+        )
+
+
+def _check_centering(config: RolloutCorrectionConfig) -> None:
+    """Refuse to centre weighted terms of which the mean has no closed form."""
+    weighs = config.rollout_is is not None and config.rollout_is_apply
+    if not (config.score_centering and weighs) or (
+        config.mode == "bypass" and config.loss_type == "ppo_clip"
+    ):
+        return
+    if config.rollout_is != "token":
+        raise ConfigError(
+            f"{SECTION}.score_centering=true: the mean of a score that rollout_is={config.rollout_is!r} weighs by its "
+            "whole trajectory has no closed form; set rollout_is: token or null, or score_centering: false"
+        )
+    if isinstance(config.rollout_is_threshold, tuple):
+        raise ConfigError(
+            f"{SECTION}.score_centering=true: rollout_is_threshold={list(config.rollout_is_threshold)} leaves terms "
+            "without a weight, and nothing of them can be centred; give a number, which caps weights, or set "
+            "score_centering: false"
         )
 
 

@@ -177,6 +177,7 @@ def register_losses(correction: RolloutCorrectionConfig = OFF, *, sde_type: SdeT
             f"bypass_scope={correction.bypass_scope!r}; verl-omni's losses see single steps, so give bypass_mode: true "
             "with bypass_scope: step, or leave it out in decoupled mode"
         )
+    _check_uncentred(correction)
     if correction.needs_batch or correction.needs_means:
         lack = "needs the rollout's step means, which verl-omni drops"
         if correction.needs_batch:
@@ -346,7 +347,16 @@ def _as_config(config: RolloutCorrectionConfig | Mapping[str, Any]) -> RolloutCo
             f"bypass_mode={config.bypass_mode} with rejection_groups={config.rejection_groups!r} needs flowcorr's own "
             "trainer; in verl-omni set bypass_mode to true or false, and rejection_groups to none"
         )
+    _check_uncentred(config)
     return config
+
+
+def _check_uncentred(config: RolloutCorrectionConfig) -> None:
+    if config.score_centering:
+        raise ConfigError(
+            "score_centering=true needs the rollout's step means, which verl-omni drops; set it to false, or call "
+            "flowcorr.sde.centred_log_prob where you have both means"
+        )
 
 
 def _tensor(tensors: Mapping[str, Tensor], name: str) -> Tensor:

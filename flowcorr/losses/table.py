@@ -86,7 +86,8 @@ class Loss:
         limit: how far the loss lets a ratio be from 1; None if it bounds no ratio.
         needs_kl: whether it reads the exact KL from the old policy, `terms.old_kl`, and with it step means.
         needs_step: whether it reads the steps' sizes, `terms.step`.
-        needs_densities: whether it adds nats to log-ratios, so that log-probs must be log-densities.
+        adds_kl: whether it adds that KL, with its gradient, to log-ratios, so that log-probs must be log-densities and
+            the gradient is centred at the old policy: see `flowcorr.algorithm.centering`.
         scaled_by_advantage: whether each term is a multiple of its advantage, so without a gradient where that is 0.
         from_correction: whether it is chosen by `rollout_correction.loss_type`, which supplies its weights.
         reads: the `LOSS_KEYS` that it reads; None where that is not known.
@@ -97,7 +98,7 @@ class Loss:
     limit: Limit | None = None
     needs_kl: bool = False
     needs_step: bool = False
-    needs_densities: bool = False
+    adds_kl: bool = False
     scaled_by_advantage: bool = False
     from_correction: bool = False
     reads: tuple[str, ...] | None = None
@@ -171,7 +172,7 @@ LOSSES: dict[str, Loss] = {
         limit=CLIP,
         needs_kl=True,
         needs_step=True,
-        needs_densities=True,
+        adds_kl=True,
         scaled_by_advantage=True,
         reads=("clip_ratio", "ratio_level"),
     ),

@@ -1,6 +1,6 @@
 """Stochastic sampling of flow-matching models: transitions, their log-probabilities, windows and noise."""
 
-from flowcorr.sde.log_prob import kl, log_prob, noise_variance, step_kl
+from flowcorr.sde.log_prob import centred_log_prob, kl, log_prob, noise_variance, step_kl, with_gradient_of
 from flowcorr.sde.noise import generator, initial_noise, sample_noise, seed_globals, stable_seed, step_noise
 from flowcorr.sde.transition import (
     TRANSITIONS,
@@ -17,6 +17,7 @@ __all__ = [
     "SdeType",
     "Transition",
     "added_noise",
+    "centred_log_prob",
     "check_schedule",
     "check_window",
     "draw_windows",
@@ -32,4 +33,5 @@ __all__ = [
     "step_kl",
     "step_noise",
     "transition",
+    "with_gradient_of",
 ]

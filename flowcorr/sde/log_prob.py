@@ -104,6 +104,44 @@ def step_kl(mean: Tensor, other_mean: Tensor, std: Tensor) -> Tensor:
     return torch.where(known, squared / (2 * torch.where(known, std, 1.0).square()), torch.nan)
 
 
+def centred_log_prob(
+    log_prob: Tensor,
+    mean: Tensor,
+    rollout_mean: Tensor,
+    std: Tensor,
+    *,
+    cps_unscaled: bool = False,
+) -> Tensor:
+    """A log-prob to the bit, with the gradient of its score less the score's mean under the rollout policy.
+
+    Under a rollout policy `q` that is not the current one, the score has the mean
+    `E_q[grad log p] = mean_L((mu_q - mu) / s^2 . grad mu)`, which pulls the policy towards the engine's or away from it
+    whatever was rewarded. Less that mean it is `mean_L((x' - mu_q) / s^2 . grad mu)`: the gradient at the engine's
+    policy. The states that the engine visits stay its own, so it is centred, and not unbiased. Source: score centering,
+    arXiv:2609.20807, for Gaussian steps whose std does not depend on the weights.
+
+    Args:
+        log_prob: `[B]` or `[B, T]`, from `log_prob`, differentiable.
+        mean: `[B, *L]` or `[B, T, *L]`, step means of the current policy, differentiable.
+        rollout_mean: like `mean`, those of the policy that sampled.
+        std: like `log_prob`, full standard deviations.
+        cps_unscaled: as `log_prob` was called.
+
+    Returns:
+        Like `log_prob`; NaN where a mean is not finite.
+
+    Raises:
+        BatchError: shapes differ.
+    """
+    kl = step_kl(mean, rollout_mean.detach(), std)
+    return with_gradient_of(log_prob, 2 * std.square() * kl if cps_unscaled else kl)
+
+
+def with_gradient_of(value: Tensor, other: Tensor) -> Tensor:
+    """`value` to the bit where `other` is finite, with the gradients of both."""
+    return value + (other - other.detach())
+
+
 def _squared_distance(name: str, latents: Tensor, transition: Transition) -> Tensor:
     check_shape(name, latents, tuple(transition.mean.shape))
     difference = latents.to(torch.promote_types(latents.dtype, transition.mean.dtype)) - transition.mean

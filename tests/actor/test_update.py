@@ -11,6 +11,7 @@ from flowcorr.algorithm import apply_bypass_mode_to_diffusion_batch
 from flowcorr.algorithm.noise_floor import noise_counts
 from flowcorr.config.schema import ActorConfig, LoraConfig
 from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.sde import centred_log_prob
 from tests.actor.updates import assert_same, updated
 from tests.algorithm.batches import band_state
 from tests.conftest import small_config, start_run
@@ -208,3 +209,37 @@ def test_an_update_of_which_most_would_be_rejected_is_not_taken(make_run, caplog
     assert metrics["actor/updates"] == stepped
     assert metrics["actor/mostly_rejected_updates"] == (not stepped)
     assert ("56 %" in caplog.text) == (not stepped)
+
+
+@pytest.mark.parametrize("fold", [True, False])
+@pytest.mark.parametrize("bypass", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_centred_gradient_is_that_at_the_rollouts_means(make_run, fold, bypass, dtype):
+    centred = RolloutCorrectionConfig(bypass_mode=bypass, score_centering=True)
+    sections = {"actor": {"fold_steps": fold, "clip_ratio": 0.5}, "model": {"dtype": dtype}}
+    got = {}
+    for name, correction in (("centred", centred), ("plain", replace(centred, score_centering=False))):
+        run, other = (
+            make_run(**sections, rollout={"emulate": "int4"}, algorithm={"rollout_correction": correction})
+            for _ in range(2)
+        )
+        run.stir()
+        other.stir()
+        batch = run.batch()
+        if bypass:
+            batch = apply_bypass_mode_to_diffusion_batch(batch)
+        run.update(batch, training_step=1)
+        got[name] = _flat(run.gradient())
+
+        scores, window = other.actor.score(batch.rollout), batch.rollout.window
+        ratio, log_prob = (scores.log_probs - batch.old_log_probs).exp().detach(), scores.log_probs
+        if correction.score_centering:
+            log_prob = centred_log_prob(log_prob, scores.means, window.means, window.stds)
+        (-(batch.advantages[:, None] * ratio * log_prob).sum() / 16).backward()
+        tolerance = 1e-3 if dtype == "float32" else 0.03
+        assert (got[name] - _flat(other.gradient())).norm() < tolerance * got[name].norm()
+    assert (got["centred"] - got["plain"]).norm() > 0.05 * got["plain"].norm()  # int4's means are elsewhere
+
+
+def _flat(gradient):
+    return torch.cat([value.flatten().float() for value in gradient.values()])

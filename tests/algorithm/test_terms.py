@@ -30,7 +30,7 @@ def test_before_the_update_the_current_policy_is_the_old_one():
     assert terms.num_elements == batch.rollout.num_elements
 
 
-def test_the_kls_are_of_the_current_policy_and_only_two_carry_a_gradient():
+def test_the_kls_are_of_the_current_policy_and_carry_its_gradient_alone():
     batch = make_batch([[0.0, 0.1], [0.2, 0.3]])
     batch = replace(batch, old_means=(batch.rollout.window.means + 0.2).requires_grad_())
     scores, reference = scored(batch), batch.rollout.window.means + 0.3
@@ -44,8 +44,10 @@ def test_the_kls_are_of_the_current_policy_and_only_two_carry_a_gradient():
     }
     for name, means in expected.items():
         torch.testing.assert_close(getattr(terms, name), step_kl(scores.means, means, scores.stds))
-    assert not terms.rollout_kl.requires_grad
-    (terms.old_kl + terms.reference_kl).sum().backward()
+    torch.testing.assert_close(
+        terms.old_rollout_kl, step_kl(batch.old_means, batch.rollout.window.means, scores.stds).detach()
+    )
+    (terms.old_kl + terms.rollout_kl + terms.reference_kl).sum().backward()
     assert scores.means.grad.any()
     assert batch.old_means.grad is None
 

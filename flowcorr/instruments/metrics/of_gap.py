@@ -32,6 +32,16 @@ def _clips_nothing(units: Units) -> str:
     )
 
 
+def _drifts(units: Units) -> str:
+    """Precision and old weights make it, too, so that it is no fault by itself."""
+    if units.config is not None and units.config.algorithm.rollout_correction.score_centering:
+        return "score_centering takes it away"
+    return (
+        "a tenth of the gradient or more follows from the gap and not from the rewards; score_centering: true takes it "
+        f"away; if the gap is larger than precision and staleness explain, {DOCTOR}"
+    )
+
+
 def _clip_and_gap(units: Units, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
     gap = metrics.get("rollout_corr/logprob_abs_diff_mean")
     return {"clip range": units.clip_range, f"mean |delta log p| ({NATS})": gap}
@@ -259,6 +269,21 @@ DRIFT = under(
             advice=REWARD.remedy,
         ),
     ),
+    row(
+        "score_drift",
+        "Decoupled mode, where both policies' step means are known: the part of the gradient in the step means that "
+        "pulls to the engine's policy whatever is rewarded, which `score_centering` takes away; of a group and step, "
+        "`|sum A (mu_q - mu_old) / s|^2` beside `|sum A z|^2`, before weights.",
+        "share of the square",
+        chart=Drawn(section="drift", title="Drift of the score", remark="share of the squared gradient"),
+        rule=Rule(
+            name="score_drift",
+            what="share of the squared gradient that pulls to the engine's policy whatever is rewarded",
+            high=0.01,
+            patience=PERSISTENT,
+            noted=_drifts,
+        ),
+    ),
     *RESIDUALS,
     row(
         "residual/<name>/unseen",
@@ -284,6 +309,7 @@ STEPS = under(
         "Mean weight at step index `<i>`; if it differs between steps, the weights re-weight timesteps.",
     ),
     row("masked_fraction", "Share of terms rejected at step index `<i>`.", "share"),
+    row("score_drift", "`rollout_corr/score_drift` of step index `<i>` alone.", "share of the square"),
     row(
         "rollout_rs_<mode>_threshold_low",
         "Bypass mode: lower end of the `auto` band of step index `<i>`, as earlier training steps "
