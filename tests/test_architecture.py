@@ -20,9 +20,10 @@ FLOORS = {
     "algorithm": 3, "translate": 3,
     "models": 4, "rewards": 4, "data": 4, "words": 4, "trackers": 4, "lora": 4,
     "actor": 5, "rollout": 5, "workers": 5,
-    "trainer": 6,
-    "instruments": 7, "integrations": 7,
-    "cli": 8, "__main__": 9,
+    "questions": 6,
+    "trainer": 7,
+    "instruments": 8, "integrations": 8,
+    "cli": 9, "__main__": 10,
 }  # fmt: skip
 LONGEST_FILE = 450
 MODEL_LIBRARIES = {"diffusers", "transformers", "peft", "vllm_omni", "ray"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,14 +14,14 @@ from flowcorr import distributed
 from flowcorr.algorithm import needs_rollout_means
 from flowcorr.errors import BackendError
 from flowcorr.metrics import Metrics, maximum, mean, total
-from flowcorr.models import rollout_schedule
+from flowcorr.questions.ask import ask
+from flowcorr.questions.compared import Compared
+from flowcorr.questions.question import OF_ROLLOUTS
 from flowcorr.records import ImageArray, Prompt, Rollout
 from flowcorr.rewards import Reward, RewardOutput, report_broken, score_batch, scored_ahead
 from flowcorr.rollout import decode
 from flowcorr.rollout.broken import decoder_dtype, find_broken
 from flowcorr.rollout.build import as_rollout
-from flowcorr.rollout.questions import SIGMAS
-from flowcorr.rollout.witnesses import Compared, coarse_latents
 from flowcorr.trainer.run import PendingStep, TrainingRun
 from flowcorr.workers.reward import RayReward
 from flowcorr.workers.rollout import RayRollout
@@ -127,13 +126,8 @@ def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> 
     broken = _find_broken(run, rollout)
     whole = [place for place in range(len(owners)) if place not in broken]
     if whole:
-        compared = Compared(
-            rollout=rollout.only(torch.tensor(whole)),
-            config=run.config,
-            schedule=rollout_schedule(run.actor.family, run.config.sampling, rollout.latent_shape),
-            training_step=step,
-        )
-        metrics = metrics.merge(witness_metrics(compared))
+        compared = Compared(rollout=rollout.only(torch.tensor(whole)), actor=run.actor, training_step=step)
+        metrics = metrics.merge(ask(compared, OF_ROLLOUTS))
     stale, age_metrics = _find_stale(run, rollout)
     fresh = whole_groups(rollout.group_ids, stale)
     return Samples(
@@ -173,26 +167,6 @@ def _find_broken(run: TrainingRun, rollout: Rollout) -> dict[int, str]:
     )
     groups, count = rollout.group_ids.tolist(), config.rollout.n
     return {place: f"image {place % count} of group {groups[place]}: {why}" for place, why in broken.items()}
-
-
-def witness_metrics(compared: Compared) -> Metrics:
-    """`rollout/other_*`, `rollout/coarse_latents` and `rollout/*_error`: see `rollout.witnesses`."""
-    count, stds = compared.rollout.num_samples, compared.std_errors
-    moved = (compared.sigma_errors > SIGMAS.limit).any(1)
-    stats = {
-        "rollout/other_windows": mean(int((compared.other_windows | moved).sum()), count),
-        "rollout/coarse_latents": mean(int(coarse_latents(compared.rollout).sum()), count),
-        "rollout/broken_trajectories": mean(int(compared.broken_trajectories.sum()), count),
-        "rollout/log_prob_error": maximum(_largest(compared.log_prob_errors)),
-    }
-    if stds is not None:
-        stats["rollout/std_error"] = maximum(_largest(stds))
-    return Metrics.from_stats(stats)
-
-
-def _largest(errors: Tensor) -> float:
-    """The largest value, infinite if one is not finite; `-inf` if there is none."""
-    return float(errors.nan_to_num(math.inf).max()) if errors.numel() else -math.inf
 
 
 def whole_groups(group_ids: Tensor, failed: np.ndarray) -> Tensor:

@@ -10,12 +10,10 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from flowcorr.metrics import Metrics, mean
 from flowcorr.records import ImageArray
 from flowcorr.rewards.jpeg import BYTES_PER_KB, jpeg_kilobytes
-from flowcorr.trainer.residual_terms import share
 
 DARK = 0.2  # of the largest luma
 SATURATED = 250  # of 255
@@ -55,26 +53,6 @@ def image_metrics(images: ImageArray, groups: np.ndarray, whole: np.ndarray) -> 
     return Metrics.from_stats(
         {f"reward/image/{name}": mean(value.sum(), len(value)) for name, value in values.items()}
     )
-
-
-def image_residuals(images: Tensor, decoded: Tensor) -> dict[str, Tensor]:
-    """Residuals `[1]` or `[1, 3]` of an image `[1, ..., H, W, 3]` from `decoded`, its latents decoded here.
-
-    Returns:
-        Those of `RESIDUALS` that begin with `image_`; NaN where an image is too plain to show a fault.
-    """
-    # One row a channel, of all frames.
-    engine, own = (image.float().flatten(0, -4).permute(3, 0, 1, 2) for image in (images, decoded))
-    residuals = engine - own
-    smooth = torch.nn.functional.avg_pool2d(own, 3, stride=1, padding=1, count_include_pad=False)
-    exchanged = own.flip(0) - own
-    return {
-        "image_error": residuals.abs().mean()[None],
-        "image_level": residuals.flatten(1).mean(1)[None],
-        "image_contrast": share(residuals, own - own.flatten(1).mean(1)[:, None, None, None])[None],
-        "image_detail": share(residuals, own - smooth)[None],
-        "image_channels": share(residuals[None], exchanged[None]),
-    }
 
 
 def _statistics(frames: np.ndarray) -> dict[str, float]:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from flowcorr import distributed
+from flowcorr import distributed, sde
 from flowcorr.algorithm.by_worker import by_worker
 from flowcorr.algorithm.terms import batch_terms
 from flowcorr.config.schema import Config
-from flowcorr.errors import ConfigError
+from flowcorr.errors import BackendError, ConfigError
 from flowcorr.imports import import_target
 from flowcorr.metrics import Metrics, Over, Stat, maximum, mean, total
+from flowcorr.questions.gap_split import measure_gap_split, splits_gap
+from flowcorr.questions.noise import WindowResiduals
+from flowcorr.questions.question import REWARD
+from flowcorr.questions.replay import replay_images, replay_metrics, replays, reward_gaps
 from flowcorr.records import ActorBatch, Scores, Terms
-from flowcorr.rewards import RewardOutput
+from flowcorr.rewards import RewardOutput, score_batch
 from flowcorr.rollout.precision import usual_gap
 from flowcorr.trainer.collect import Samples
-from flowcorr.trainer.gap_split import measure_gap_split, splits_gap
 from flowcorr.trainer.image_statistics import image_metrics
-from flowcorr.trainer.replay import measure_replay, replays
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.timing import Stopwatch
 
@@ -71,7 +74,7 @@ def measure(
         measured.append(by_worker(terms, workers, steps))
     if splits_gap(config, step):
         with watch("drift"):
-            measured.append(measure_gap_split(run, batch.rollout, old))
+            measured.append(measure_gap_split(run.actor, run.engine.history, batch.rollout, old))
     if replays(config, step):
         sharded = run.actor.weights.sharded
         replay = distributed.fail_together("the replay of a few images", has_collectives=sharded)
@@ -80,6 +83,60 @@ def measure(
                 metrics, window = measure_replay(run, samples, scored, step)
             measured += [metrics, window.metrics()]
     return measured
+
+
+def measure_replay(
+    run: TrainingRun, samples: Samples, scored: RewardOutput, step: int
+) -> tuple[Metrics, WindowResiduals]:
+    """The `rollout_corr/replay/*` metrics of one image of each prompt, which the seeds choose.
+
+    Args:
+        run: the training run.
+        samples: of training step `step`.
+        scored: their scores.
+        step: the training step.
+
+    Returns:
+        The metrics of this rank's images, none if it has none; and the residuals of their windows, whose metrics all
+        ranks have to compute together.
+
+    Raises:
+        BackendError: the engine returned no final latents, or does not keep the weights that sampled.
+    """
+    rollout, seed, count = samples.rollout, run.config.trainer.seed, run.config.rollout.n
+    if rollout.final_latents is None:
+        raise BackendError(
+            "the rollout engine returned no Rollout.final_latents, so nothing can be replayed; return them, or set "
+            "rollout.replay_every: 0"
+        )
+    members = [
+        sde.stable_seed(seed, step, group, "replay") % count for group in rollout.group_ids[::count].tolist()
+    ]
+    rows = [place * count + member for place, member in enumerate(members)]
+    places = samples.fresh[rows]
+    prompts, images = [samples.prompts[place] for place in places], samples.images[places]
+    chosen = rollout.select(torch.tensor(rows, dtype=torch.int64))
+    if rows:
+        chosen = replace(
+            chosen,
+            conditioning=run.cache(prompts),
+            conditioning_rows=torch.arange(len(prompts), device=run.actor.device),
+            images=torch.from_numpy(images).to(run.actor.device),
+        )
+    replayed, window = replay_images(run.actor, run.engine.history, chosen, step)
+    whole = [one for one, place in zip(replayed, places, strict=True) if place not in samples.broken]
+    if not whole:
+        return Metrics(), window
+    healthy = usual_gap(run.config, run.actor.family.amplification(run.actor.guidance))
+    metrics = replay_metrics(whole, healthy)
+    good = np.flatnonzero(np.isfinite(scored.scores[places]))
+    if len(good):
+        again, _ = score_batch(
+            run.reward, images[good], [prompts[place] for place in good], on_error=run.config.reward.on_error
+        )
+        gaps = reward_gaps(scored.scores[places[good]], again.scores, all_scores=scored.scores)
+        metrics = metrics.merge(Metrics.from_stats({REWARD.logged_as: maximum(np.nanmax(gaps, initial=0.0))}))
+    return metrics, window
 
 
 def own_metrics(config: Config, parts: Sequence[Terms]) -> Metrics:

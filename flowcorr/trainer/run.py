@@ -10,9 +10,9 @@ from flowcorr.algorithm import AutoMode
 from flowcorr.config.schema import Config
 from flowcorr.data import PromptStream
 from flowcorr.models.prompt_cache import PromptCache
+from flowcorr.questions.residual_terms import Residuals
 from flowcorr.rewards import Reward, ThreadReward
 from flowcorr.rollout import RolloutEngine
-from flowcorr.trainer.residual_terms import Residuals
 from flowcorr.trainer.served import ServedBase
 from flowcorr.workers.pool import OnEvent, ignore_event
 from flowcorr.workers.reward import RayReward

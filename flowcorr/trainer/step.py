@@ -18,14 +18,14 @@ from flowcorr.algorithm import (
 from flowcorr.dumps import DumpedTerms
 from flowcorr.errors import BackendError
 from flowcorr.metrics import Metrics
+from flowcorr.questions.gap_split import old_scores
+from flowcorr.questions.noise import FirstScores
 from flowcorr.records import ActorBatch, ImageArray, Prompt, Rollout
 from flowcorr.rewards import training_scores
 from flowcorr.trainer import out_of_memory
 from flowcorr.trainer.collect import collect, prefetch, score, whole_groups
-from flowcorr.trainer.gap_split import old_scores
 from flowcorr.trainer.log_probs import logged_terms
 from flowcorr.trainer.measurements import measure, own_metrics
-from flowcorr.trainer.noise import FirstScores
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.timing import Stopwatch
 
@@ -63,11 +63,11 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
     rollout, old = samples.rollout, None
     with out_of_memory.explained(config, lambda: out_of_memory.FIRST_PASS, lambda: 1):
         bound_passes(actor.scorer, rollout)
-    first_scores = FirstScores(rollout, config, step)
+    first_scores = FirstScores(rollout, actor, step)
     # Old log-probs by the trainer's own arithmetic: the ratio begins at 1, and the engine's gap stays out of the clip.
     if correction.mode != "bypass":
         with watch("old_log_prob"):  # while a reward that has a thread of its own is computed
-            old = old_scores(run, rollout, first_scores)
+            old = old_scores(actor, run.engine.history, rollout, first_scores)
     with distributed.fail_together("the rewards"), watch("reward"):
         scored, failed = score(run, samples)
 

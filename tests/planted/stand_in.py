@@ -17,13 +17,14 @@ from flowcorr.instruments.finding import Report
 from flowcorr.instruments.rules import NUM_ELEMENTS, units_of
 from flowcorr.metrics import Metrics
 from flowcorr.models.prompt_cache import PromptCache
-from flowcorr.records import Prompt
+from flowcorr.questions.compared import Compared
+from flowcorr.questions.noise import NoiseMeter
+from flowcorr.records import Prompt, Rollout, Scores
 from flowcorr.rewards import RewardOutput
 from flowcorr.rollout import InProcessEngine
 from flowcorr.rollout.precision import ROUNDINGS, coarse_weights, trainer_quantization
 from flowcorr.trainer.collect import collect, score
-from flowcorr.trainer.noise import NoiseMeter
-from flowcorr.trainer.replay import measure_replay
+from flowcorr.trainer.measurements import measure_replay
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.setup import load_model
 from tests.judging import examine_step
@@ -134,8 +135,12 @@ class Bench:
         samples = collect(run, self._prompts, range(len(self._prompts)), TRAINING_STEP)
         scored, _ = score(run, samples)
         rollout = samples.rollout
-        noise = NoiseMeter(rollout, config, TRAINING_STEP)
-        old = actor.log_probs(rollout, observe=noise.add)
+        noise = NoiseMeter(rollout, config)
+
+        def observe(part: Rollout, scores: Scores) -> None:
+            noise.add(Compared(rollout=part, actor=actor, training_step=TRAINING_STEP, given_scores=scores))
+
+        old = actor.log_probs(rollout, observe=observe)
         replay, window = measure_replay(run, samples, scored, TRAINING_STEP)
         metrics = Metrics.merged(
             [

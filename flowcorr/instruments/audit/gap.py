@@ -14,9 +14,9 @@ import torch
 from flowcorr.actor import DiffusionActor
 from flowcorr.algorithm.terms import batch_terms
 from flowcorr.errors import BackendError
+from flowcorr.questions.gap_split import behaviour_scores
 from flowcorr.records import ActorBatch, Rollout, Scores, Terms
 from flowcorr.rollout import Weights
-from flowcorr.trainer.gap_split import behaviour_scores
 
 
 def measure_gap(actor: DiffusionActor, rollout: Rollout) -> Terms:
@@ -33,7 +33,7 @@ def measure_gap(actor: DiffusionActor, rollout: Rollout) -> Terms:
 
 
 def split_gap(actor: DiffusionActor, rollout: Rollout, history: Sequence[Weights]) -> tuple[Terms, Terms]:
-    """Split the gap into the part of the engine and the part of older weights, see `trainer.gap_split`."""
+    """Split the gap into the part of the engine and the part of older weights, see `questions.gap_split`."""
     behaviour = behaviour_scores(actor, rollout, history, with_means=True)
     window = replace(rollout.window, means=behaviour.means)
     as_scored = replace(rollout, window=window, log_probs=behaviour.log_probs)

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from flowcorr.actor import DiffusionActor
 from flowcorr.config.schema import Config
-from flowcorr.instruments.doctor.trials import TRAINING_STEP, Fit, Trial, Trials
+from flowcorr.instruments.doctor.trials import Fit, Trial, Trials
 from flowcorr.models import AdapterCheck
 from flowcorr.records import Prompt
 from flowcorr.rollout import RolloutEngine
 from flowcorr.rollout.precision import LARGEST_GAP, rounds_apart, usual_gap
-from flowcorr.rollout.witnesses import Compared
 
 EXPLAINED = 0.75  # of r^2, so that the remaining gap is half as large: planted faults reach 0.98 and more
 # A small fault under rounding explains little of r^2, but its factor in the gap averages to 1 over many elements:
@@ -61,24 +60,6 @@ class Exam:
     @property
     def config(self) -> Config:
         return self.actor.config
-
-    @property
-    def compared(self) -> tuple[Compared, Compared]:
-        """The trials `base` and `moved` beside what their seeds and the configuration give."""
-        steps = {"base": TRAINING_STEP, "moved": self.trials.moved_step}
-        base, moved = (
-            self.answers.setdefault(
-                f"compared_{name}",
-                Compared(
-                    rollout=getattr(self.trials, name).rollout,
-                    config=self.config,
-                    schedule=self.trials.schedule,
-                    training_step=step,
-                ),
-            )
-            for name, step in steps.items()
-        )
-        return base, moved
 
     @property
     def usual_gap(self) -> float:

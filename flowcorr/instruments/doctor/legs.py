@@ -25,8 +25,8 @@ from flowcorr.dumps.replay import ReplaySamples
 from flowcorr.errors import FlowcorrError
 from flowcorr.instruments.doctor.stack import Inputs, Stack
 from flowcorr.instruments.stored import rounding_of, stored_in
-from flowcorr.rollout import outside
-from flowcorr.rollout.questions import ERRORS
+from flowcorr.questions import outside
+from flowcorr.questions.question import ERRORS
 from flowcorr.sde.log_prob import HALF_LOG_TWO_PI
 from flowcorr.sde.transition import mean_over_elements
 

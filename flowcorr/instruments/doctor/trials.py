@@ -16,12 +16,12 @@ from flowcorr import sde
 from flowcorr.actor import DiffusionActor
 from flowcorr.config.schema import Config
 from flowcorr.errors import BackendError
-from flowcorr.models import Conditioning, Guidance, SamplingPlan, Schedule, rollout_schedule, windows_of
+from flowcorr.models import Conditioning, Guidance, SamplingPlan, windows_of
+from flowcorr.questions.compared import Compared, velocity_gap
 from flowcorr.records import Rollout
 from flowcorr.rollout import RolloutEngine, Weights
 from flowcorr.rollout.build import as_rollout
 from flowcorr.rollout.precision import usual_gap
-from flowcorr.rollout.witnesses import velocity_gap, without_velocity
 
 MOVE = 0.2  # of the velocity: above the 0.14 that int4 weights cost the embedded model, still near linear
 _FIRST_TRY = 1e-2  # of an adapter's B, or relative to full weights, before it is scaled to `MOVE`
@@ -59,23 +59,8 @@ class Fit:
     by_rounding: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Trial:
-    """One rollout, and the actor's scores of it under the weights that the engine was told to use.
-
-    Attributes:
-        rollout: the engine's, with its step means and stds.
-        log_probs: `[B, T]`, the actor's.
-        means: `[B, T, *L]`, the actor's step means.
-        still: `[B, T, *L]`, the step means of a velocity of 0.
-        stds: `[B, T]`, as the actor's configuration has them at the engine's sigmas.
-    """
-
-    rollout: Rollout
-    log_probs: Tensor
-    means: Tensor
-    still: Tensor
-    stds: Tensor
+class Trial(Compared):
+    """One rollout with its step means and stds, and the actor's scores of it under the weights of the engine."""
 
     @property
     def engine_means(self) -> Tensor:
@@ -86,6 +71,13 @@ class Trial:
     def engine_stds(self) -> Tensor:
         assert self.rollout.window.stds is not None, "`run_trials` refuses an engine that returns none"
         return self.rollout.window.stds
+
+    @property
+    def engine_noise(self) -> Tensor:
+        """`[B, T, *L]`, the noise that the engine's own steps added, in units of their stds."""
+        window = self.rollout.window
+        step = sde.Transition(self.engine_means, self.engine_stds, window.step_sizes)
+        return sde.added_noise(window.next_latents, step)
 
     def squared_distance(self, means: Tensor | None = None) -> Tensor:
         """`r^2` `[B, T]` between the engine's step means and the actor's, or other ones."""
@@ -129,10 +121,7 @@ class Trial:
 
     def select(self, rows: Tensor) -> Trial:
         """The samples at `rows` alone."""
-        return Trial(
-            rollout=self.rollout.select(rows),
-            **{name: getattr(self, name)[rows] for name in ("log_probs", "means", "still", "stds")},
-        )
+        return replace(self, rollout=self.rollout.select(rows), given_scores=self.scores.select(rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -147,11 +136,9 @@ class Trials:
         bare_weights: those of `bare`.
         moved: under weights that were moved from those of `bare`, sent right after other such ones, and with the
             noise of a later training step.
-        moved_step: the training step that gives the noise of `moved`.
         moved_version: the version of the weights that the engine was told to use for `moved`.
         moved_under: `moved.rollout` scored under the older weights `bare`, `current` and `previous`.
         conditioning: the actor's own, a row a sample.
-        schedule: the actor's own.
         num_prompts: prompts in `base`.
         withheld: `base` once more without the conditioning whose names begin so, on both sides: without reference
             images, and without guidance. Empty where precision explains the gap of `base`, or where the engine cannot.
@@ -164,11 +151,9 @@ class Trials:
     bare: Trial
     bare_weights: Weights
     moved: Trial
-    moved_step: int
     moved_version: int
     moved_under: Mapping[str, Tensor]
     conditioning: Conditioning
-    schedule: Schedule
     num_prompts: int
     withheld: Mapping[str, Trial]
     images_per_second: float
@@ -209,7 +194,7 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
 
     def trial(weights: Weights, training_step: int = TRAINING_STEP) -> Trial:
         tell(weights)
-        return score_trial(actor, draw(range(count), training_step))
+        return score_trial(actor, draw(range(count), training_step), training_step)
 
     def withheld(base: Trial) -> Iterator[tuple[str, Trial]]:
         if base.velocity_gap() <= usual_gap(actor.config, actor.family.amplification(actor.guidance)):
@@ -255,11 +240,9 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
         bare=bare,
         bare_weights=without,
         moved=moved,
-        moved_step=later_step,
         moved_version=newest.version,
         moved_under=moved_under,
         conditioning={name: rows.repeat_interleave(members, 0) for name, rows in conditioning.items()},
-        schedule=rollout_schedule(actor.family, actor.config.sampling, base.rollout.latent_shape),
         num_prompts=count,
         withheld=plain,
         images_per_second=again.num_samples / seconds,
@@ -288,14 +271,10 @@ def _positive(conditioning: Mapping[str, Tensor]) -> Conditioning:
     return {name: rows for name, rows in conditioning.items() if not name.startswith(NEGATIVE)}
 
 
-def score_trial(actor: DiffusionActor, rollout: Rollout) -> Trial:
+def score_trial(actor: DiffusionActor, rollout: Rollout, training_step: int = TRAINING_STEP) -> Trial:
     """The actor's scores of `rollout` under its present weights."""
     scores = actor.log_probs(rollout, with_means=True)
-    assert scores.means is not None
-    still = without_velocity(rollout.window, actor.config.sampling)
-    return Trial(
-        rollout=rollout, log_probs=scores.log_probs, means=scores.means, still=still.mean, stds=still.std
-    )
+    return Trial(rollout=rollout, actor=actor, training_step=training_step, given_scores=scores)
 
 
 def score_means(actor: DiffusionActor, rollout: Rollout, *, guidance: Guidance | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 from flowcorr.instruments.metrics.metric import NATS, Drawn, row, under
 from flowcorr.instruments.metrics.of_residuals import RESIDUALS, image_limit
 from flowcorr.instruments.metrics.rule import DOCTOR, PERSISTENT, Rule, Units
-from flowcorr.rollout.questions import AFTER, BEFORE, BETWEEN, ERRORS, IMAGES_REMEDY, REWARD
+from flowcorr.questions.question import AFTER, BEFORE, BETWEEN, ERRORS, IMAGES_REMEDY, REWARD
 
 _ROUNDED = 1e-5  # nats a latent element: the rounding of a log-prob in float32
 
@@ -180,29 +180,19 @@ DRIFT = under(
             title="Before the window",
             remark="error of the way there, in errors of the window",
         ),
-        rule=Rule(
-            name="replay_before",
-            what="error of the steps before the SDE window, in errors of the window itself,",
-            high=BEFORE.limit,
-            advice=BEFORE.remedy,
-        ),
+        rule=Rule.of(BEFORE),
     ),
     row(
         "replay/between",
         "Replay: error of the steps between those of the SDE window, as a multiple of "
-        "`replay/window`; 0 if the window is consecutive.",
+        "`replay/window`; absent where no step lies there, as in a consecutive window.",
         "`replay/window`",
         chart=Drawn(
             section="replay",
             title="Between its steps",
             remark="error of the way there, in errors of the window",
         ),
-        rule=Rule(
-            name="replay_between",
-            what="error of the steps between those of the SDE window, in errors of the window itself,",
-            high=BETWEEN.limit,
-            advice=BETWEEN.remedy,
-        ),
+        rule=Rule.of(BETWEEN),
     ),
     row(
         "replay/after",
@@ -212,12 +202,7 @@ DRIFT = under(
         chart=Drawn(
             section="replay", title="After the window", remark="error of the way on, in errors of the window"
         ),
-        rule=Rule(
-            name="replay_after",
-            what="error of the steps after the SDE window, in errors of the window itself,",
-            high=AFTER.limit,
-            advice=AFTER.remedy,
-        ),
+        rule=Rule.of(AFTER),
     ),
     row(
         "replay/window",
@@ -262,12 +247,7 @@ DRIFT = under(
         chart=Drawn(
             section="replay", title="Reward", remark="standard deviations of the scores, worst image"
         ),
-        rule=Rule(
-            name="replay_reward",
-            what="difference of a score from the reward of its image, in standard deviations of the scores,",
-            high=REWARD.limit,
-            advice=REWARD.remedy,
-        ),
+        rule=Rule.of(REWARD),
     ),
     row(
         "score_drift",

@@ -4,7 +4,7 @@ The engine's numbers less the training stack's, as shares of the change that a f
 up as often as down, so the mean of residuals shrinks as `1 / sqrt(n)` over prompts and training steps. A fault of the
 engine stays. What a single replay cannot tell from rounding, a run can.
 
-Their terms and statistics are in `flowcorr.trainer.residual_terms`.
+Their terms and statistics are in `flowcorr.questions.residual_terms`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import math
 from flowcorr.config.engines import ENGINES
 from flowcorr.instruments.metrics.metric import Metric, row
 from flowcorr.instruments.metrics.rule import Limit, Rule, Units
+from flowcorr.questions.question import AFTER, BEFORE, IMAGES_REMEDY, STEP_NOISE
 from flowcorr.rollout.precision import coarse_weights, image_limit_of
-from flowcorr.rollout.questions import AFTER, BEFORE, IMAGES_REMEDY, STEP_NOISE
 
 
 def _row(name: str, what: str, unit: str, *, limit: Limit, remedy: str) -> Metric:

@@ -6,7 +6,7 @@ import math
 
 from flowcorr.instruments.metrics.metric import NATS, Drawn, row, under
 from flowcorr.instruments.metrics.rule import DOCTOR, PERSISTENT, Rule, Units
-from flowcorr.rollout.questions import (
+from flowcorr.questions.question import (
     ERRORS,
     LATENTS,
     LOG_PROBS,
@@ -229,11 +229,9 @@ RUN = (
             "of the schedule; such an engine ignores `sde_window_layout`, `sde_window_range` or `window_per`, seeds by "
             "other numbers, or has another scheduler.",
             "share",
-            rule=Rule(
-                name="windows",
-                what="share of samples with other SDE steps or noise levels than their seeds and the schedule give",
-                high=0.0,
-                advice="the engine draws windows of its own, and fewer of the schedule's steps may be trained than "
+            rule=Rule.of(
+                WINDOWS,
+                "the engine draws windows of its own, and fewer of the schedule's steps may be trained than "
                 f"the recipe asks for: {WINDOWS.remedy}; or its noise levels are others: {SIGMAS.remedy}",
             ),
         ),
@@ -243,11 +241,9 @@ RUN = (
             "the seeds' initial noise, a step of the window ends where the next of the schedule begins, and the last "
             "one ends at the final latents.",
             "share",
-            rule=Rule(
-                name="trajectories",
-                what="share of samples whose latents do not fit together, or do not begin at their seeds' noise,",
-                high=TRAJECTORIES.limit,
-                advice="the initial noise is not that of its seeds, in size or place, or latents of another sample or "
+            rule=Rule.of(
+                TRAJECTORIES,
+                "the initial noise is not that of its seeds, in size or place, or latents of another sample or "
                 f"step were returned: {TRAJECTORIES.remedy}",
             ),
         ),
@@ -255,23 +251,16 @@ RUN = (
             "coarse_latents",
             "Share of samples with latents that were rounded to half precision, or clamped to a bound.",
             "share",
-            rule=Rule(
-                name="coarse_latents",
-                what="share of samples whose latents were rounded to half precision, or clamped,",
-                high=LATENTS.limit,
-                advice=LATENTS.remedy,
-            ),
+            rule=Rule.of(LATENTS),
         ),
         row(
             "log_prob_error",
             "Largest difference of a log-prob from that of the noise that the seeds give to its step; an equality in "
             "every precision.",
             NATS,
-            rule=Rule(
-                name="log_prob_error",
-                what="difference of a log-prob from that of the noise of its seeds",
-                high=LOG_PROBS.limit,
-                advice="the engine draws other noise than (seed, training step, group, member) and step index give, in "
+            rule=Rule.of(
+                LOG_PROBS,
+                "the engine draws other noise than (seed, training step, group, member) and step index give, in "
                 "its size or its place, or returns log-probs of other samples, or such that are not mean-pooled, "
                 f"normalised and float32: {DOCTOR}",
             ),
@@ -280,12 +269,7 @@ RUN = (
             "std_error",
             "Largest relative difference of a step's std from the one that the configuration gives.",
             "share",
-            rule=Rule(
-                name="std_error",
-                what="relative difference of a step's std from that of the configuration",
-                high=STDS.limit,
-                advice=STDS.remedy,
-            ),
+            rule=Rule.of(STDS),
         ),
         row(
             "noise_z_max",
@@ -293,11 +277,9 @@ RUN = (
             "it: of the worst step, or of all together. The gap of both policies does not depend on that noise, so "
             "that neither rounding nor staleness is in it.",
             "standard deviations",
-            rule=Rule(
-                name="seeded_noise",
-                what="standard errors between the step noise and that of its seeds",
-                high=STEP_NOISE.limit,
-                advice="the noise of a step has another size or other seeds, belongs to another sample, or latents "
+            rule=Rule.of(
+                STEP_NOISE,
+                "the noise of a step has another size or other seeds, belongs to another sample, or latents "
                 f"moved after the step: {STEP_NOISE.remedy}",
             ),
         ),

@@ -12,6 +12,7 @@ from flowcorr.rollout.precision import LARGEST_DISTANCE, LARGEST_GAP
 
 if TYPE_CHECKING:
     from flowcorr.config.schema import Config
+    from flowcorr.questions.question import Question
 
 DOCTOR = "find the cause with `flowcorr doctor` first"
 PERSISTENT = 3  # consecutive steps; a single one may be chance
@@ -111,6 +112,13 @@ class Rule:
     numbers: Callable[[Units, Mapping[str, Any]], Mapping[str, Any]] | None = None
     hides: tuple[str, ...] = ()
     metric: str = ""
+
+    @classmethod
+    def of(cls, question: Question, advice: str = "") -> Self:
+        """The rule of a question; the advice is its remedy unless there is more to say."""
+        return cls(
+            name=question.name, what=question.what, high=question.limit, advice=advice or question.remedy
+        )
 
     def limits(self, units: Units) -> tuple[float, float]:
         """The healthy range in a run; infinite where it has no limit."""

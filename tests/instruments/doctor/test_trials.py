@@ -112,7 +112,9 @@ def test_two_passes_that_round_give_a_factor_of_guidance_that_is_known(small_run
     engine, actor = (torch.randn(2, *trial.means.shape, generator=draw) for _ in range(2))
     guided, theirs = (scale * pair[0] - (scale - 1) * pair[1] for pair in (actor, engine))
     window = replace(trial.rollout.window, means=theirs)
-    rounded = replace(trial, means=guided, rollout=replace(trial.rollout, window=window))
+    rounded = replace(
+        trial, given_scores=replace(trial.scores, means=guided), rollout=replace(trial.rollout, window=window)
+    )
     fit = rounded.fit(actor[0])
     assert fit.factor == pytest.approx((2 * scale - 1) / (2 * scale - 2), abs=6 * fit.error)
     assert abs(fit.factor) < fit.by_rounding + 6 * fit.error
@@ -133,7 +135,7 @@ def test_samples_with_a_gap_are_told_from_those_without(small_run):
     trial = run_trials(*_parts(small_run())).base
     means = trial.engine_means.clone()
     means[2] += 0.1
-    odd = replace(trial, means=means)
+    odd = replace(trial, given_scores=replace(trial.scores, means=means))
     assert odd.samples_off() == [2]
     assert odd.select(torch.tensor([0])).fit(means[:1] + 1).share == 0  # of no gap
 

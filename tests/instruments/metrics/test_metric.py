@@ -5,7 +5,7 @@ import pytest
 from flowcorr.config import load
 from flowcorr.instruments.metrics.rule import Units
 from flowcorr.instruments.metrics.table import RULES
-from flowcorr.trainer.residual_terms import RESIDUALS
+from flowcorr.questions.residual_terms import RESIDUALS
 from tests.judging import examine_step
 
 CAPPED = Units(

@@ -6,7 +6,7 @@ import pytest
 
 from flowcorr.instruments.metrics.table import find_metric
 from flowcorr.instruments.rules import units_of
-from flowcorr.trainer.residual_terms import PREFIX, RESIDUALS, UNSEEN
+from flowcorr.questions.residual_terms import PREFIX, RESIDUALS, UNSEEN
 from tests.judging import examine_step
 
 

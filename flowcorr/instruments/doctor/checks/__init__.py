@@ -155,7 +155,7 @@ CHECKS: Sequence[Check] = (
         name="seeds",
         trials="Whether the step noise is that of its seeds, element by element.",
         blockers=(
-            *("finite", "samples", "window", "latent_dtype"),
+            *("finite", "samples", "window", "latent_dtype", "transition"),
             *("log_probs", "bookkeeping", "noise", "determinism"),
         ),
     ),

@@ -20,11 +20,11 @@ from flowcorr.instruments.doctor.findings import failed, judged, passed, skipped
 from flowcorr.instruments.doctor.fitting import fitted
 from flowcorr.instruments.finding import Finding
 from flowcorr.models import DTYPES, ModelFamily
+from flowcorr.questions.images import image_gaps
+from flowcorr.questions.question import IMAGES_REMEDY
 from flowcorr.rollout.precision import image_limit
-from flowcorr.rollout.questions import IMAGES_REMEDY
 from flowcorr.rollout.sampler import decode
 
-WARN_MARGIN = 1.25
 IMAGE_ROUNDING = 0.5
 # An image belongs to another sample where it is much closer to that one, and as close as images usually are to their
 # own: a group's images are all alike.
@@ -58,7 +58,7 @@ def check_images(exam: Exam) -> Finding:
             engine_shape=list(found.shape[1:]),
             actor_shape=list(expected.shape[1:]),
         )
-    gaps = torch.stack([(image - expected).abs().flatten(1).mean(1) for image in found])
+    gaps = torch.stack([image_gaps(image, expected) for image in found])
     own = gaps.diagonal()
     exchanged = find_exchanged(gaps)
     if exchanged is not None:
@@ -81,14 +81,7 @@ def check_images(exam: Exam) -> Finding:
         f"{', '.join(f'{level:+.2g}' for level in signed)} in the mean of red, green and blue; rounding explains "
         f"{limit:.2g}"
     )
-    return judged(
-        largest,
-        limit,
-        message,
-        message,
-        IMAGES_REMEDY,
-        fails_above=WARN_MARGIN * limit,
-    )
+    return judged(largest, limit, message, message, IMAGES_REMEDY)
 
 
 def find_exchanged(gaps: Tensor) -> tuple[int, int] | None:
@@ -117,7 +110,7 @@ def _expected(family: ModelFamily, final: Tensor, exam: Exam) -> tuple[Tensor, T
     """
     exact, finite = _decoded(family, final, torch.float32)
     dtypes = {DTYPES[name] for name in (exam.config.model.dtype, exam.config.rollout.dtype)} - {torch.float32}
-    errors = [(_decoded(family, final, dtype)[0] - exact).abs().flatten(1).mean(1).max() for dtype in dtypes]
+    errors = [image_gaps(_decoded(family, final, dtype)[0], exact).max() for dtype in dtypes]
     return exact, finite, max((float(error) for error in errors), default=0.0)
 
 
@@ -305,7 +298,7 @@ def _pixels(samples: ReplaySamples) -> Tensor:
 
 def _distances(decoded: Tensor, images: Tensor) -> Tensor:
     """Mean absolute differences `[decoded, images]` in grey levels."""
-    return torch.stack([(images - one).abs().flatten(1).mean(1) for one in decoded])
+    return torch.stack([image_gaps(images, one) for one in decoded])
 
 
 def _scalings(family: ModelFamily) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -17,7 +17,8 @@ from flowcorr.instruments.doctor.legs import MEAN, Convention
 from flowcorr.instruments.faults import diagnose
 from flowcorr.instruments.finding import LEVELS, Finding
 from flowcorr.instruments.steps import gap_of
-from flowcorr.rollout.questions import ERRORS, LOG_PROBS
+from flowcorr.questions.compared import log_prob_errors
+from flowcorr.questions.question import ERRORS, LOG_PROBS
 from flowcorr.sde.log_prob import HALF_LOG_TWO_PI
 
 LOG_PROB_ROUNDING = 2e-6  # relative above 1: two float32 means of the same numbers differ by 1.2e-7
@@ -33,8 +34,10 @@ MISTAKES = {
 
 def check_log_probs(exam: Exam) -> Finding:
     trial = exam.trials.base
-    found, expected = trial.rollout.log_probs, _own_log_probs(exam)
-    gap = float((found - expected).abs().max())
+    found, unscaled = trial.rollout.log_probs, exam.config.sampling.cps_unscaled
+    gap = float(
+        log_prob_errors(trial.rollout, trial.engine_noise, trial.engine_stds, cps_unscaled=unscaled).max()
+    )
     if gap > LOG_PROBS.limit and _fits_actor(exam):
         return passed("log-probs agree with the actor's, but not with the returned means: see bookkeeping")
     mistake = _mistake(exam, found) if gap > LOG_PROBS.limit else None

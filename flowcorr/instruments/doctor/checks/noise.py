@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flowcorr import sde
 from flowcorr.instruments.doctor.captured import Captured
 from flowcorr.instruments.doctor.exam import Exam, rms
 from flowcorr.instruments.doctor.findings import failed, judged, passed, skipped
@@ -19,13 +18,12 @@ from flowcorr.instruments.doctor.trials import Trial
 from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.metrics.of_run import skew
 from flowcorr.instruments.stored import stored_in
+from flowcorr.questions.compared import beside_seeds, standard_errors
+from flowcorr.questions.question import ERRORS, LOG_PROBS, STEP_NOISE
 from flowcorr.records import Rollout
-from flowcorr.rollout.questions import ERRORS, STEP_NOISE
 
 FALSE_ALARMS = 1e-6  # probability that `check_noise` fails by chance
 NOISE_GAP = 0.05  # rms; latents have unit scale, and different noise gives 0.9 or more
-SEEDED = 1e-4  # rms; float32 leaves 2e-6 beyond its rounding of the latents, rounding to bfloat16 1e-3
-LATENT_ROUNDING = 4 * torch.finfo(torch.float32).eps
 SHAPE_GAP = 1e-3  # rms; 3e-7 in float32 (2e-6 under guidance), .002 in bfloat16; lower precision allows more
 _CLAMPED = 3  # elements of one largest size
 SHARED = 0.5  # correlation above which two captured draws are one
@@ -37,7 +35,7 @@ def check_noise(exam: Exam) -> Finding:
     They are those of its mean, its variance, its fourth Hermite moment, and each correlation.
     """
     trials = exam.trials
-    noise = torch.cat([_step_noise(trials.base), _step_noise(trials.moved)])
+    noise = torch.cat([_rows(trials.base.engine_noise), _rows(trials.moved.engine_noise)])
     count = noise.numel()
     correlation, pair = largest_correlation(noise)
     tests = len(noise) * (len(noise) - 1) // 2 + 3
@@ -102,18 +100,23 @@ def _moments(noise: Tensor) -> _Moments:
 
 
 def check_seeds(exam: Exam) -> Finding:
-    worst = 0.0
-    for trial, compared in zip((exam.trials.base, exam.trials.moved), exam.compared, strict=True):
-        seeded, found = compared.noise, _step_noise(trial)
-        rest = (found - seeded.flatten(2).flatten(0, 1).to(found.device)).square().mean(1).sqrt()
-        size = trial.rollout.window.next_latents.flatten(2).square().mean(2).sqrt()
-        rounding = (LATENT_ROUNDING * size / trial.engine_stds).flatten()
-        worst = max(worst, float((rest - rounding).clamp(min=0).max()))
+    """Judge the noise as training steps do, by the engine's own means, which leave no gap of two policies."""
+    trials = exam.trials.base, exam.trials.moved
+    sums = torch.cat([beside_seeds(_rows(trial.engine_noise), _rows(trial.noise)) for trial in trials], dim=1)
+    errors = float(standard_errors(torch.cat([sums, sums.sum(1, keepdim=True)], dim=1)).max())
+    nats = max(float(trial.log_prob_errors.max()) for trial in trials)
+    if nats > LOG_PROBS.limit:
+        return failed(
+            f"the size of the step noise is not that of its seeds: log-probs are {nats:.2g} nats off",
+            STEP_NOISE.remedy,
+            value=nats,
+            limit=LOG_PROBS.limit,
+        )
     return judged(
-        worst,
-        SEEDED,
+        errors,
+        STEP_NOISE.limit,
         "step noise is that of its seeds",
-        f"step noise differs from that of its seeds by {worst:.2g} (rms; other noise differs by 1.4)",
+        f"step noise differs from that of its seeds by {errors:.3g} standard errors",
         STEP_NOISE.remedy,
     )
 
@@ -160,11 +163,9 @@ def _trajectory_gap(rollout: Rollout, other: Rollout) -> float:
     return rms(torch.stack([before, after]))
 
 
-def _step_noise(trial: Trial) -> Tensor:
-    """`[B T, D]`, the noise that the engine's own steps added, in units of their stds."""
-    window = trial.rollout.window
-    step = sde.Transition(trial.engine_means, trial.engine_stds, window.step_sizes)
-    return sde.added_noise(window.next_latents, step).flatten(2).flatten(0, 1)
+def _rows(noise: Tensor) -> Tensor:
+    """`[B T, D]`, one row a step."""
+    return noise.flatten(2).flatten(0, 1)
 
 
 def largest_correlation(noise: Tensor) -> tuple[float, tuple[int, int]]:

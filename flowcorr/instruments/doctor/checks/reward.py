@@ -10,12 +10,11 @@ from flowcorr.errors import BackendError, BatchError
 from flowcorr.instruments.doctor.captured import Captured
 from flowcorr.instruments.doctor.findings import passed, skipped, warned
 from flowcorr.instruments.finding import Finding
+from flowcorr.questions.question import REWARD
+from flowcorr.questions.replay import reward_gaps
 from flowcorr.records import Prompt
 from flowcorr.rewards import build_reward, score_batch
-from flowcorr.rollout.questions import REWARD
 from flowcorr.texts import folded
-
-ROUNDING = 1e-6  # relative: captured scores may be float32
 
 
 def check_captured_reward(captured: Captured) -> Finding:
@@ -51,14 +50,11 @@ def check_captured_reward(captured: Captured) -> Finding:
         again, _ = score_batch(reward, samples.images.numpy(), prompts, on_error=config.reward.on_error)
     except (BatchError, BackendError) as error:
         return skipped(f"cannot tell: {error}", remedy)
-    gaps = np.abs(again.scores - rewards.double().numpy())
-    # Where all scores are equal, rounding alone would be their spread.
-    gaps[gaps <= ROUNDING * np.abs(again.scores)] = 0.0
+    gaps = reward_gaps(rewards.double().numpy(), again.scores, all_scores=rewards.double().numpy())
     scored = np.isfinite(gaps)  # then and now
     if not scored.any():
         return skipped("cannot tell: the reward failed on each image, when it was captured or now", remedy)
-    spread = float(np.nanstd([*rewards.tolist(), *again.scores])) or 1.0
-    gaps = gaps[scored] / spread / REWARD.limit
+    gaps = gaps[scored] / REWARD.limit
     shown = (", ".join(f"{value:.3g}" for value in values) for values in (rewards.tolist(), again.scores))
     evidence = "{} captured, {} now".format(*shown)
     limits = tuple(gaps.tolist())

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flowcorr.instruments.doctor.checks.trajectory import places
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import failed, passed, warned
 from flowcorr.instruments.doctor.trials import score_means
@@ -31,7 +30,7 @@ MISTAKES: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def check_timesteps(exam: Exam) -> Finding:
-    rows, dtype = places(exam), exam.config.rollout.dtype
+    rows, dtype = exam.trials.base.places, exam.config.rollout.dtype
     fed, exact = exam.trials.base.rollout.window.timesteps.float(), _exact(exam)
     gap = float((fed - exact[rows]).abs().max())
     if same(fed, exact[rows]):
@@ -57,7 +56,7 @@ def _unreturned(exam: Exam, returned: Tensor) -> Finding | None:
     trial = exam.trials.base
     if trial.velocity_gap() <= NO_GAP:
         return None
-    rounded = {name: table[places(exam)] for name, table in _rounded(exam).items()}
+    rounded = {name: table[exam.trials.base.places] for name, table in _rounded(exam).items()}
     changed = {**rounded, **{name: change(returned) for name, change in MISTAKES.items()}}
     found = []
     for name, timesteps in changed.items():
@@ -80,7 +79,7 @@ def _unreturned(exam: Exam, returned: Tensor) -> Finding | None:
 def _exact(exam: Exam) -> Tensor:
     """The timesteps `[N]` of the actor's own schedule."""
     return torch.tensor(
-        exam.trials.schedule.timesteps, device=exam.trials.base.rollout.window.timesteps.device
+        exam.trials.base.schedule.timesteps, device=exam.trials.base.rollout.window.timesteps.device
     )
 
 
@@ -88,7 +87,7 @@ def _rounded(exam: Exam) -> dict[str, Tensor]:
     """Tables `[N]` of rounded timesteps: those that the family's transformer computes with, and plain casts."""
     exact, family = _exact(exam), exam.actor.family
     computed = {
-        _as_computed_in(name): exact.new_tensor(family.in_dtype(exam.trials.schedule, dtype).timesteps)
+        _as_computed_in(name): exact.new_tensor(family.in_dtype(exam.trials.base.schedule, dtype).timesteps)
         for name, dtype in DTYPES.items()
     }
     halves = ("bfloat16", "float16")

@@ -5,15 +5,14 @@ from __future__ import annotations
 import itertools
 
 import torch
-from torch import Tensor
 
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import failed, judged, passed
 from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.gap_words import percent
+from flowcorr.instruments.stored import stored_in
+from flowcorr.questions.question import LATENTS, SIGMAS, STDS, TRAJECTORIES, WINDOWS
 from flowcorr.rollout.broken import decoder_dtype, overflow
-from flowcorr.rollout.questions import LATENTS, SIGMAS, STDS, TRAJECTORIES, WINDOWS
-from flowcorr.rollout.witnesses import coarse_latents
 
 
 def check_finite(exam: Exam) -> Finding:
@@ -61,11 +60,10 @@ def check_finite(exam: Exam) -> Finding:
 
 
 def check_schedule(exam: Exam) -> Finding:
-    rollout, steps = exam.trials.base.rollout, len(exam.trials.schedule.timesteps)
-    table, rows = _table(exam), places(exam)
-    found = torch.stack([rollout.window.sigmas, rollout.window.sigmas_next])
-    gap = float((found - torch.stack([table[rows], table[rows + 1]])).abs().max())
-    halves = torch.equal(rollout.window.sigmas, table.to(torch.bfloat16).float()[rows])
+    trial = exam.trials.base
+    steps, gap = len(trial.schedule.timesteps), float(trial.sigma_errors.max())
+    table = trial.rollout.window.sigmas.new_tensor(trial.schedule.sigmas)
+    halves = torch.equal(trial.rollout.window.sigmas, table.to(torch.bfloat16).float()[trial.places])
     why = ": they are rounded to bfloat16" if halves else ""
     return judged(
         gap,
@@ -82,7 +80,7 @@ def check_window(exam: Exam) -> Finding:
     low, high = sampling.sde_window_range
     found, size = rollout.window.step_indices, sampling.sde_window_size
     remedy = WINDOWS.remedy
-    wrong = found != (rows := places(exam))
+    wrong = found != (rows := exam.trials.base.places)
     if bool(wrong.any()):
         step_index, sigma_of = int(found[wrong][0]), int(rows[wrong][0])
         return failed(
@@ -106,7 +104,7 @@ def check_window(exam: Exam) -> Finding:
     of_prompts = found.unflatten(0, (exam.trials.num_prompts, -1))
     if sampling.window_per == "group" and bool((of_prompts != of_prompts[:, :1]).any()):
         return failed("the images of one prompt have different windows", remedy=remedy)
-    for compared in exam.compared:
+    for compared in (exam.trials.base, exam.trials.moved):
         window, asked = compared.rollout.window.step_indices.tolist(), compared.windows.tolist()
         others = compared.other_windows.nonzero().flatten().tolist()
         if others:
@@ -120,29 +118,22 @@ def check_window(exam: Exam) -> Finding:
 
 
 def check_latent_dtype(exam: Exam) -> Finding:
-    rollout = exam.trials.base.rollout
-    for when, latents in (("before", rollout.window.latents), ("after", rollout.window.next_latents)):
-        for place, states in enumerate(latents.unbind(1)):
-            for dtype in (torch.bfloat16, torch.float16):
-                if torch.equal(states, states.to(dtype).float()):
-                    return failed(
-                        f"the latents {when} step {place} of the window are all {str(dtype)[6:]} numbers: they were "
-                        "rounded",
-                        remedy=LATENTS.remedy,
-                    )
-    coarse = int(coarse_latents(rollout).sum())
-    if coarse:
-        return failed(
-            f"{coarse} of {rollout.num_samples} samples have latents that were rounded to half precision, or of which "
-            "several elements have exactly the largest size: they were clamped",
-            remedy=LATENTS.remedy,
-        )
-    return passed("the trajectory is float32")
+    rollout, coarse = exam.trials.base.rollout, int(exam.trials.base.coarse_latents.sum())
+    if not coarse:
+        return passed("the trajectory is float32")
+    window = rollout.window
+    dtype = stored_in(window.latents) or stored_in(window.next_latents)
+    how = (
+        "were rounded to half precision, or of which several elements have exactly the largest size: they were clamped"
+        if dtype is None
+        else f"are all {str(dtype)[6:]} numbers: they were rounded"
+    )
+    return failed(f"{coarse} of {rollout.num_samples} samples have latents that {how}", remedy=LATENTS.remedy)
 
 
 def check_trajectory(exam: Exam) -> Finding:
-    for compared in exam.compared:
-        broken = compared.broken_trajectories
+    for trial in (exam.trials.base, exam.trials.moved):
+        broken = trial.broken_trajectories
         if bool(broken.any()):
             return failed(
                 f"the latents of {int(broken.sum())} of {len(broken)} samples do not fit together, or do not begin at "
@@ -154,8 +145,7 @@ def check_trajectory(exam: Exam) -> Finding:
 
 def check_samples(exam: Exam) -> Finding:
     """Whether the engine returns each sample once; noise that several samples share is judged by `check_noise`."""
-    compared = exam.compared[0]
-    rollout, start = compared.rollout, compared.start
+    rollout, start = exam.trials.base.rollout, exam.trials.base.start
     window = rollout.window
     for first, second in itertools.combinations(range(rollout.num_samples), 2):
         twins = all(torch.equal(rows[first], rows[second]) for rows in (window.latents, window.next_latents))
@@ -171,7 +161,7 @@ def check_samples(exam: Exam) -> Finding:
 
 
 def check_transition(exam: Exam) -> Finding:
-    errors, sampling = exam.compared[0].std_errors, exam.config.sampling
+    errors, sampling = exam.trials.base.std_errors, exam.config.sampling
     assert errors is not None, "`run_trials` refuses an engine that returns none"
     gap = float(errors.max())
     return judged(
@@ -182,12 +172,3 @@ def check_transition(exam: Exam) -> Finding:
         f"and sampling.noise_level={sampling.noise_level}",
         STDS.remedy,
     )
-
-
-def _table(exam: Exam) -> Tensor:
-    return torch.tensor(exam.trials.schedule.sigmas, device=exam.trials.base.rollout.window.sigmas.device)
-
-
-def places(exam: Exam) -> Tensor:
-    """Step indices `[B, T]` of the actor's schedule with the sigmas closest to the trajectory's."""
-    return (exam.trials.base.rollout.window.sigmas[..., None] - _table(exam)[:-1]).abs().argmin(-1)

@@ -14,9 +14,9 @@ from flowcorr.instruments.doctor.other_inputs import named
 from flowcorr.instruments.doctor.trials import score_means
 from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.gap_words import percent, two_digits
+from flowcorr.questions.compared import velocity_gap
 from flowcorr.rollout.base import AS_SENT, attention_name
 from flowcorr.rollout.precision import MARGIN, NO_GAP, rounds_apart, trainer_quantization
-from flowcorr.rollout.witnesses import velocity_gap
 
 # Missing share of a change of weights: up to 0.02 with all layers bound (0.08 for a random FLUX in bfloat16), 0.55 with
 # half of them.

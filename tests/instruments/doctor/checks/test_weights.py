@@ -22,6 +22,7 @@ from instruments.doctor.faults import (
 from flowcorr.instruments.doctor import examine
 from flowcorr.instruments.doctor.checks.weights import check_lora
 from flowcorr.instruments.doctor.trials import Trial
+from flowcorr.records import Scores
 from flowcorr.rollout import InProcessEngine
 from tests.planted.mistakes import head_missing
 from tests.planted.plants import (
@@ -120,8 +121,10 @@ def test_how_much_of_a_change_arrives_is_known_as_well_as_precision_allows(preci
     def trial(means, engine):
         window = SimpleNamespace(means=engine, stds=torch.ones(1, 1))
         rollout = SimpleNamespace(window=window)
-        still = torch.zeros_like(means)
-        return Trial(rollout=rollout, log_probs=None, means=means, still=still, stds=torch.ones(1, 1))
+        scores = Scores(log_probs=torch.zeros(1, 1), means=means, stds=torch.ones(1, 1))
+        made = Trial(rollout=rollout, actor=None, training_step=0, given_scores=scores)
+        vars(made).update(still=torch.zeros_like(means), stds=torch.ones(1, 1))
+        return made
 
     trials = SimpleNamespace(
         bare=trial(without, without + coarse[0]),

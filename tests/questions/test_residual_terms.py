@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from flowcorr.metrics import Metrics
-from flowcorr.trainer.residual_terms import ALPHA, PREFIX, UNSEEN, Residuals, in_common, radius, share, terms
+from flowcorr.questions.residual_terms import (
+    ALPHA,
+    PREFIX,
+    UNSEEN,
+    Residuals,
+    in_common,
+    radius,
+    share,
+    terms,
+)
 
 NAME = "step_noise"
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowcorr.rollout import witnesses
-from flowcorr.rollout.witnesses import Compared
+from flowcorr.questions.compared import Compared, coarse_latents, seeded_noise
 from flowcorr.sde.log_prob import HALF_LOG_TWO_PI
 
 PRECISIONS = {
@@ -22,14 +21,13 @@ PRECISIONS = {
 
 
 def errors(run, rollout):
-    """By the names of the witnesses: the largest error, or the number of samples."""
-    schedule = run.actor.family.schedule(run.config.sampling.num_inference_steps, rollout.latent_shape)
-    compared = Compared(rollout=rollout, config=run.config, schedule=schedule, training_step=1)
+    """By the names of the numbers: the largest error, or the number of samples."""
+    compared = Compared(rollout=rollout, actor=run.actor, training_step=1)
     return {
         "log_probs": compared.log_prob_errors.max().item(),
         "stds": compared.std_errors.max().item(),
         "broken": compared.broken_trajectories.sum().item(),
-        "coarse": witnesses.coarse_latents(rollout).sum().item(),
+        "coarse": coarse_latents(rollout).sum().item(),
     }
 
 
@@ -98,7 +96,7 @@ def test_another_std(rollout):
 def test_stds_of_the_steps_that_were_taken_are_in_the_log_probs(rollout):
     run, true = rollout
     stds = true.window.stds
-    noise = witnesses.seeded_noise(true, seed=run.config.trainer.seed, training_step=1)
+    noise = seeded_noise(true, seed=run.config.trainer.seed, training_step=1)
     squares = noise.square().flatten(2).mean(2) / 2
     larger = -squares - (1.01 * stds).log() - HALF_LOG_TWO_PI
     assert errors(run, replace(true, log_probs=larger))["log_probs"] == pytest.approx(
@@ -147,9 +145,9 @@ def test_the_last_step_ends_at_the_final_latents(make_run):
 def test_an_index_beyond_the_schedule_is_another_window_and_no_error(make_run):
     run = make_run()
     rollout = run.sample()
-    steps = run.config.sampling.num_inference_steps
-    schedule = run.actor.family.schedule(steps, rollout.latent_shape)
-    beyond = window(rollout, step_indices=rollout.window.step_indices + steps)
-    compared = Compared(rollout=beyond, config=run.config, schedule=schedule, training_step=1)
+    beyond = window(
+        rollout, step_indices=rollout.window.step_indices + run.config.sampling.num_inference_steps
+    )
+    compared = Compared(rollout=beyond, actor=run.actor, training_step=1)
     assert bool(compared.other_windows.all())
     assert bool(compared.sigma_errors.isfinite().all())

@@ -7,11 +7,11 @@ import torch
 
 from flowcorr import config, dumps, trainer
 from flowcorr.errors import BackendError, BatchError
+from flowcorr.questions.gap_split import behaviour_scores, splits_gap
 from flowcorr.records import Rollout
 from flowcorr.rollout import Weights
 from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer import checkpoint
-from flowcorr.trainer.gap_split import behaviour_scores, splits_gap
 from tests.tolerances import LOG_PROBS, MEANS
 from tests.trainer import runs
 

@@ -7,7 +7,7 @@ rollout's noise, which its seeds give.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,16 +15,13 @@ import torch
 from torch import Tensor
 
 from flowcorr import sde
-from flowcorr.config.schema import Config
-from flowcorr.models import Schedule
-from flowcorr.records import Rollout
+from flowcorr.models import DTYPES
+from flowcorr.questions.compared import Compared, owners
+from flowcorr.rollout.precision import NO_GAP
 from flowcorr.rollout.sampler import step_outside
-from flowcorr.rollout.witnesses import owners, seeded_start
 from flowcorr.sde.transition import over_elements
 
 LegName = Literal["before", "between", "after"]
-Velocity = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""`(latents [b, *L], timesteps [b], their samples [b]) -> velocity [b, *L]`."""
 Step = Callable[[int, Tensor, Tensor], Tensor]
 """`(step index, latents [b, *L] before it, their samples [b]) -> latents [b, *L] after it`."""
 
@@ -81,6 +78,35 @@ class Repeated:
     moves: dict[int, Tensor]
 
 
+def errors_by_leg(repeated: Iterable[Repeated]) -> dict[LegName, tuple[Tensor, Tensor]]:
+    """Of the legs of each name together, the gap as a share of the way: `[b]`, and the samples `[b]` that have steps.
+
+    Names of which no sample has a step are left out.
+    """
+    squares: dict[LegName, Tensor] = {}
+    for part in repeated:
+        if part.moves:
+            gap, way = (rows.flatten(1).square().sum(1, dtype=torch.float64) for rows in (part.gap, part.way))
+            own = torch.stack([gap, way, (part.leg.first < part.leg.stop).double()])
+            squares.setdefault(part.leg.name, torch.zeros_like(own)).add_(torch.where(own[2] > 0, own, 0))
+    having = {name: sums[2].nonzero().squeeze(1) for name, sums in squares.items()}
+    return {name: ((gap / way).sqrt()[having[name]], having[name]) for name, (gap, way, _) in squares.items()}
+
+
+def window_units(window_gaps: Tensor, usual_gap: float) -> Tensor:
+    """`[B]`: the unit of the errors outside the window.
+
+    Rounding moves every step a little, in the window and outside. So the unit is the gap inside the window, which the
+    ratio sees: errors are about 1 whatever the precision, the guidance and the model. A gap inside the window that no
+    precision explains is no unit: the largest one that the precision explains takes its place.
+
+    Args:
+        window_gaps: `[B]`, relative errors of the velocity in the window.
+        usual_gap: the largest that precision explains.
+    """
+    return window_gaps.clamp(NO_GAP, usual_gap)
+
+
 def legs(
     start: Tensor, before: Tensor, after: Tensor, final: Tensor | None, indices: Tensor, num_steps: int
 ) -> Iterator[Leg]:
@@ -103,40 +129,33 @@ def legs(
 
 
 @torch.no_grad()
-def repeat_outside(
-    rollout: Rollout, config: Config, training_step: int, schedule: Schedule, velocity: Velocity
-) -> list[Repeated]:
-    """Repeat all legs of a rollout.
-
-    Args:
-        rollout: the samples, with their members.
-        config: the run's.
-        training_step: seeded their noise.
-        schedule: with the timesteps that the rollout's transformer computes with.
-        velocity: of the training stack, under the weights that sampled.
-    """
-    window, seeds = rollout.window, {"seed": config.trainer.seed, "training_step": training_step}
-    start = seeded_start(rollout, **seeds, same_in_group=config.rollout.same_initial_noise)
+def repeat_outside(compared: Compared) -> list[Repeated]:
+    """Repeat all legs of a rollout; the actor has to hold the weights that sampled."""
+    rollout, sampling, device = compared.rollout, compared.config.sampling, compared.rollout.log_probs.device
+    # The timesteps that a transformer of `rollout.dtype` computes with, by the training stack's own schedule.
+    schedule = compared.actor.family.in_dtype(compared.schedule, DTYPES[compared.config.rollout.dtype])
 
     def noise(index: int, rows: Tensor) -> Tensor | None:
-        if index not in config.sampling.noisy_steps:
+        if index not in sampling.noisy_steps:
             return None
         groups, members = owners(rollout, rows)
-        drawn = sde.step_noise(rollout.latent_shape, groups, members, **seeds, step_index=index)
-        return drawn.to(window.latents.device)
+        drawn = sde.step_noise(rollout.latent_shape, groups, members, **compared.seeds, step_index=index)
+        return drawn.to(device)
+
+    def take(index: int, latents: Tensor, drift: Tensor, rows: Tensor) -> Tensor:
+        sigmas = schedule.sigmas[index : index + 2]
+        return step_outside(latents, drift, sigmas, sampling, noise(index, rows))
 
     def step(index: int, latents: Tensor, rows: Tensor) -> Tensor:
-        drift = velocity(latents, latents.new_full((len(latents),), schedule.timesteps[index]), rows)
-        sigmas = schedule.sigmas[index : index + 2]
-        return step_outside(latents, drift, sigmas, config.sampling, noise(index, rows))
+        timesteps = latents.new_full((len(latents),), schedule.timesteps[index])
+        return take(index, latents, compared.velocity(latents, timesteps, rows), rows)
 
     def stand_still(index: int, latents: Tensor, rows: Tensor) -> Tensor:
-        sigmas = schedule.sigmas[index : index + 2]
-        return step_outside(latents, torch.zeros_like(latents), sigmas, config.sampling, noise(index, rows))
+        return take(index, latents, torch.zeros_like(latents), rows)
 
-    found = []
+    window, repeated = rollout.window, []
     for leg in legs(
-        start.to(window.latents),
+        compared.start.to(window.latents),
         window.latents,
         window.next_latents,
         rollout.final_latents,
@@ -146,5 +165,5 @@ def repeat_outside(
         arrived, moves = leg.walk(step)
         still, _ = leg.walk(stand_still)
         way = torch.where(over_elements(leg.first < leg.stop, still), leg.end - still, 0)
-        found.append(Repeated(leg=leg, gap=leg.end - arrived, way=way, moves=moves))
-    return found
+        repeated.append(Repeated(leg=leg, gap=leg.end - arrived, way=way, moves=moves))
+    return repeated

@@ -4,8 +4,7 @@ The means are the actor's own, of the first forward pass that it makes of a batc
 in bypass mode the one before the first optimizer step. So no engine has to return its means. Both means differ by
 rounding and staleness, which the health rules allow for: rounding moves a mean by a share of what the velocity does.
 
-The seeds give the noise that was to be added, so both are compared, too. What the means differ by does not depend on
-the noise: its correlation with the seeded noise is that of two independent directions, whatever the precision.
+The seeds give the noise that was to be added, so both are compared, too.
 
 Without its noise, a step leaves the difference of both means, of which `WindowResiduals` are made.
 """
@@ -16,45 +15,37 @@ import torch
 from torch import Tensor
 
 from flowcorr import distributed, sde
+from flowcorr.actor import DiffusionActor
 from flowcorr.config.schema import Config
 from flowcorr.metrics import Metrics, Stat, maximum, mean
+from flowcorr.questions.compared import Compared, beside_seeds, standard_errors
+from flowcorr.questions.residual_terms import in_common, terms
 from flowcorr.records import Rollout, Scores
-from flowcorr.rollout.witnesses import seeded_noise, without_velocity
 from flowcorr.sde.transition import over_elements
-from flowcorr.trainer.residual_terms import in_common, terms
 
 _ROUNDED = (torch.bfloat16, torch.float16)  # to which an engine may round its noise
-
-_SAME = 1e-4  # factor between two noises that float32 on two devices, and their stds, explain
 
 
 class NoiseMeter:
     """Adds up the noise of a training step's batch, part by part.
 
     Args:
-        rollout: the batch, with its members.
+        rollout: the batch.
         config: the run's configuration.
-        training_step: seeded its noise.
     """
 
-    def __init__(self, rollout: Rollout, config: Config, training_step: int) -> None:
+    def __init__(self, rollout: Rollout, config: Config) -> None:
         self._sampling, self._fresh = config.sampling, scored_by_sampler(config)
-        self._seeds = {"seed": config.trainer.seed, "training_step": training_step}
         self._beside = torch.zeros(3, dtype=torch.float64)
         self._parts: list[Metrics] = []
         self._num_terms = 0
         self._together = rollout.window.latents.new_zeros(rollout.num_elements, dtype=torch.float64)
 
-    def add(self, rollout: Rollout, scores: Scores) -> None:
-        """Add the terms of a part of the batch whose scores are finite.
-
-        Args:
-            rollout: the part.
-            scores: of the actor, with its step means.
-        """
-        assert scores.means is not None, "the noise is measured from the actor's means"
-        window, finite = rollout.window, scores.log_probs.detach().isfinite()
-        means, stds = scores.means.detach()[finite], scores.stds.detach()[finite]
+    def add(self, part: Compared) -> None:
+        """Add the terms of a part of the batch whose scores are finite."""
+        rollout, scores = part.rollout, part.scores
+        window, finite = rollout.window, part.log_probs.isfinite()
+        means, stds = part.means[finite], scores.stds.detach()[finite]
         noise = ((window.next_latents[finite] - means) / over_elements(stds, means)).flatten(1)
         self._num_terms += len(noise)
         self._together += noise.sum(0, dtype=torch.float64)
@@ -68,21 +59,16 @@ class NoiseMeter:
             ),
         }
         if self._fresh:
-            ways = (scores.means.detach() - without_velocity(window, self._sampling).mean)[finite]
+            ways = (part.means - part.still)[finite]
             ways = ways / over_elements(stds, ways)
             stats["rollout/velocity_distance"] = _root_mean_square(
                 ways.square().sum(dtype=torch.float64), ways.numel()
             )
-        self._compare(noise, seeded_noise(rollout, **self._seeds).to(noise.device)[finite].flatten(1))
-        self._parts.append(Metrics.from_stats(stats))
-
-    def _compare(self, noise: Tensor, seeded: Tensor) -> None:
-        """Compare each term's noise `[N, D]` with that of its seeds."""
-        rest = (noise - seeded).double()
-        sums = torch.stack([(rest * seeded).sum(1), seeded.double().square().sum(1), rest.square().sum(1)])
+        sums = beside_seeds(noise, part.noise[finite].flatten(1))
         self._beside += sums.sum(1).cpu()
         if len(noise):
-            self._parts.append(Metrics.from_stats({"rollout/noise_z_max": maximum(_scores(sums).max())}))
+            stats["rollout/noise_z_max"] = maximum(standard_errors(sums).max())
+        self._parts.append(Metrics.from_stats(stats))
 
     def metrics(self) -> Metrics:
         """`rollout/noise_*` of all terms that were added. All ranks have to call it together."""
@@ -94,7 +80,7 @@ class NoiseMeter:
         shared = mean(together.square().mean() / distributed.world_size(), self._num_terms)
         stats = {
             "rollout/noise_shared_by": shared,
-            "rollout/noise_z_max": maximum(_scores(beside[:, None])[0]),
+            "rollout/noise_z_max": maximum(standard_errors(beside[:, None])[0]),
         }
         return Metrics.merged([*self._parts, Metrics.from_stats(stats)])
 
@@ -111,16 +97,6 @@ def _root_mean_square(squares: Tensor, count: int) -> Stat:
     return Stat("std", (count, 0.0, squares))
 
 
-def _scores(sums: Tensor) -> Tensor:
-    """Distance of a noise from that of its seeds, projected on the latter, in standard errors `[N]`.
-
-    Args:
-        sums: over the elements: the rest times the seeded noise, the square of the seeded noise, and that of the rest.
-    """
-    along, whole, rest = sums
-    return (along.abs() - _SAME * whole).clamp(min=0) / rest.sqrt().clamp(min=1e-30)
-
-
 def scored_by_sampler(config: Config) -> bool:
     """Whether the first forward pass of a batch is made with the weights that sampled it."""
     recomputed = config.algorithm.rollout_correction.mode in ("decoupled", "off")
@@ -128,20 +104,15 @@ def scored_by_sampler(config: Config) -> bool:
 
 
 class WindowResiduals:
-    """Adds up the residuals of the window's steps, see `flowcorr.trainer.residual_terms`.
+    """Adds up the residuals of the window's steps, see `flowcorr.questions.residual_terms`.
 
     Args:
-        rollout: a training step's batch, with `members`.
-        config: the run's.
-        training_step: its number.
+        rollout: a training step's batch.
         noise: whether to measure the noise.
         velocity: whether to measure the velocity: the scores have to be those of the weights that sampled.
     """
 
-    def __init__(
-        self, rollout: Rollout, config: Config, training_step: int, *, noise: bool, velocity: bool
-    ) -> None:
-        self._config, self._training_step = config, training_step
+    def __init__(self, rollout: Rollout, *, noise: bool, velocity: bool) -> None:
         self._noise, self._velocity = noise, velocity
         self._groups = rollout.group_ids.unique()
         self._common = rollout.window.latents.new_zeros(len(self._groups), rollout.num_elements)
@@ -149,28 +120,19 @@ class WindowResiduals:
         self._sums = {"velocity_length": self._common.new_zeros(len(self._groups), 1, 2, dtype=torch.float64)}
         self._num_terms = torch.zeros_like(self._groups)
 
-    def add(self, rollout: Rollout, scores: Scores) -> None:
-        """Add a part of the batch; steps whose scores are not finite are left out.
-
-        Args:
-            rollout: the part.
-            scores: of the actor, with its step means.
-        """
-        assert scores.means is not None, "the residuals are measured from the actor's means"
-        window = rollout.window
-        means, stds = scores.means.detach(), over_elements(scores.stds.detach(), scores.means)
-        finite = over_elements(scores.log_probs.detach().isfinite(), means)
-        places = torch.searchsorted(self._groups, rollout.group_ids)
-        drawn = seeded_noise(rollout, seed=self._config.trainer.seed, training_step=self._training_step)
-        noise = torch.where(finite, drawn.to(means), 0)
-        residuals = torch.where(finite, window.next_latents - means - stds * noise, 0)
+    def add(self, part: Compared) -> None:
+        """Add a part of the batch; steps whose scores are not finite are left out."""
+        means, stds = part.means, over_elements(part.scores.stds.detach(), part.means)
+        finite = over_elements(part.log_probs.isfinite(), means)
+        places = torch.searchsorted(self._groups, part.rollout.group_ids)
+        noise = torch.where(finite, part.noise.to(means), 0)
+        residuals = torch.where(finite, part.rollout.window.next_latents - means - stds * noise, 0)
         if self._noise:
             self._fit("step_noise", places, residuals / stds, [noise])
             errors = [noise.to(dtype).float() - noise for dtype in _ROUNDED]
             self._fit("step_noise_rounding", places, residuals / stds, errors)
         if self._velocity:
-            still = without_velocity(window, self._config.sampling)
-            ways = torch.where(finite, means - still.mean, 0)
+            ways = torch.where(finite, means - part.still, 0)
             self._fit("velocity_length", places, residuals, [ways])
             self._common.index_add_(0, places, residuals.sum(1).flatten(1))
             self._num_terms.index_add_(0, places, finite.flatten(1).sum(1))
@@ -209,20 +171,22 @@ class FirstScores:
 
     Args:
         rollout: the batch, with its members.
-        config: the run's configuration.
+        actor: scores it.
         training_step: seeded its noise.
     """
 
-    def __init__(self, rollout: Rollout, config: Config, training_step: int) -> None:
-        self._noise = NoiseMeter(rollout, config, training_step)
-        self._residuals = WindowResiduals(
-            rollout, config, training_step, noise=True, velocity=scored_by_sampler(config)
-        )
+    def __init__(self, rollout: Rollout, actor: DiffusionActor, training_step: int) -> None:
+        self._actor, self._training_step = actor, training_step
+        self._noise = NoiseMeter(rollout, actor.config)
+        self._residuals = WindowResiduals(rollout, noise=True, velocity=scored_by_sampler(actor.config))
 
     def __call__(self, part: Rollout, scores: Scores) -> None:
-        """Add a part of the batch."""
-        self._noise.add(part, scores)
-        self._residuals.add(part, scores)
+        """Add a part of the batch, with its scores."""
+        compared = Compared(
+            rollout=part, actor=self._actor, training_step=self._training_step, given_scores=scores
+        )
+        self._noise.add(compared)
+        self._residuals.add(compared)
 
     def metrics(self) -> Metrics:
         """All that was measured. All ranks have to call it together."""

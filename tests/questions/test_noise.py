@@ -8,8 +8,9 @@ import torch
 
 from flowcorr import sde
 from flowcorr.instruments.metrics.rule import Units
-from flowcorr.trainer.noise import FirstScores, NoiseMeter, WindowResiduals, scored_by_sampler
-from flowcorr.trainer.residual_terms import RESIDUALS
+from flowcorr.questions.compared import Compared
+from flowcorr.questions.noise import FirstScores, NoiseMeter, WindowResiduals, scored_by_sampler
+from flowcorr.questions.residual_terms import RESIDUALS
 from tests.judging import examine_step
 
 STEP = 1
@@ -18,11 +19,15 @@ NAMES = {f"rollout/noise_{name}" for name in ("std", "mean", "tails", "shared_by
 }
 
 
+def compared(run, rollout, scores):
+    return Compared(rollout=rollout, actor=run.actor, training_step=STEP, given_scores=scores)
+
+
 def measured(run, rollout=None):
     """`rollout/noise_*` of the pass that computes old log-probs, and the gap that goes with it."""
     rollout = run.sample(with_means=False) if rollout is None else rollout
-    meter = NoiseMeter(rollout, run.config, STEP)
-    scores = run.actor.log_probs(rollout, observe=meter.add)
+    meter = NoiseMeter(rollout, run.config)
+    scores = run.actor.log_probs(rollout, observe=lambda *part: meter.add(compared(run, *part)))
     gap = (scores.log_probs - rollout.log_probs).abs().mean().item()
     return {**meter.metrics().compute(), "rollout_corr/logprob_abs_diff_mean": gap}
 
@@ -62,8 +67,8 @@ def test_a_longer_velocity_moves_step_means_by_as_large_a_share_of_its_distance(
     run = make_run(sampling=sampling)
     rollout = run.sample()
     scores = run.actor.log_probs(rollout, with_means=True)
-    meter = NoiseMeter(rollout, run.config, STEP)
-    meter.add(rollout, scores)
+    meter = NoiseMeter(rollout, run.config)
+    meter.add(compared(run, rollout, scores))
     window = rollout.window
     still = sde.transition(
         run.config.sampling.sde_type,
@@ -140,16 +145,15 @@ def test_noise_that_is_shared(make_run, monkeypatch, same, sharing):
 def test_terms_without_a_finite_score_are_left_out(make_run):
     run = make_run()
     rollout = run.sample()
-    meter, some = (NoiseMeter(rollout, run.config, STEP) for _ in range(2))
+    meter, some = (NoiseMeter(rollout, run.config) for _ in range(2))
     scores = run.actor.log_probs(rollout, with_means=True)
     scores.log_probs[2, 1] = scores.means[2, 1] = math.nan
-    meter.add(rollout, scores)
+    meter.add(compared(run, rollout, scores))
     for rows in (slice(0, 2), slice(3, None)):
-        some.add(rollout.select(rows), scores.select(torch.arange(8)[rows]))
+        some.add(compared(run, rollout.select(rows), scores.select(torch.arange(8)[rows])))
     first = rollout.select(slice(2, 3)).step(0)
-    some.add(first, replace(scores.select(torch.tensor([2])), **{
-        name: getattr(scores, name)[2:3, :1] for name in ("log_probs", "means", "stds")
-    }))  # fmt: skip
+    one = replace(scores, **{name: getattr(scores, name)[2:3, :1] for name in ("log_probs", "means", "stds")})
+    some.add(compared(run, first, one))
     assert meter.metrics().compute() == pytest.approx(some.metrics().compute(), rel=1e-5)
 
 
@@ -162,7 +166,7 @@ def test_bypass_observes_what_is_scored_before_the_first_optimizer_step(make_run
     )
     rollout = run.sample()
     batch = replace(run.batch(rollout), old_log_probs=rollout.log_probs)
-    first_scores, seen = FirstScores(rollout, run.config, STEP), []
+    first_scores, seen = FirstScores(rollout, run.actor, STEP), []
 
     def observe(part, scores):
         seen.append(part.num_samples * part.num_steps)
@@ -182,16 +186,16 @@ def test_a_second_epoch_is_not_observed_where_the_first_took_no_optimizer_step(m
     rollout = run.sample()
     nothing = torch.zeros_like(rollout.log_probs, dtype=torch.bool)
     batch = replace(run.batch(rollout), old_log_probs=rollout.log_probs, keep=nothing)
-    meter, seen = NoiseMeter(rollout, run.config, STEP), []
+    meter, seen = NoiseMeter(rollout, run.config), []
 
     def observe(part, scores):
         seen.append(part.num_samples * part.num_steps)
-        meter.add(part, scores)
+        meter.add(compared(run, part, scores))
 
     run.actor.update(batch, run.config.algorithm.rollout_correction, training_step=1, observe=observe)
     assert sum(seen) == rollout.log_probs.numel()
-    once = NoiseMeter(rollout, run.config, STEP)
-    once.add(rollout, run.actor.log_probs(rollout, with_means=True))
+    once = NoiseMeter(rollout, run.config)
+    once.add(compared(run, rollout, run.actor.log_probs(rollout, with_means=True)))
     assert meter.metrics().compute() == pytest.approx(once.metrics().compute(), rel=1e-4)
 
 
@@ -233,11 +237,11 @@ def residual_terms(run, change=None, *, size=slice(None), **which):
     rollout = run.sample()
     rollout = replace(rollout, members=torch.arange(config.n).repeat(config.prompts_per_step))
     rollout = rollout if change is None else change(rollout)
-    residuals = WindowResiduals(rollout, run.config, 1, **{"noise": True, "velocity": True, **which})
+    residuals = WindowResiduals(rollout, **{"noise": True, "velocity": True, **which})
     scores = run.actor.log_probs(rollout, with_means=True)
     parts = [torch.arange(rollout.num_samples)[size]] if size == slice(None) else torch.arange(8).split(size)
     for rows in parts:
-        residuals.add(rollout.select(rows), scores.select(rows))
+        residuals.add(compared(run, rollout.select(rows), scores.select(rows)))
     metrics = residuals.metrics()
     names = {name: metrics.parts(f"residual_terms/{name}/{{}}") for name in RESIDUALS}
     return {name: [mean for _, mean, _ in parts] for name, parts in names.items() if parts}
@@ -308,8 +312,8 @@ def test_a_score_that_is_not_finite_leaves_the_residuals_of_the_others(make_run)
     rollout = replace(rollout, members=torch.arange(4).repeat(2))
     scores = run.actor.log_probs(rollout, with_means=True)
     scores.log_probs[0] = scores.means[0] = math.nan
-    residuals = WindowResiduals(rollout, run.config, 1, noise=True, velocity=True)
-    residuals.add(rollout, scores)
+    residuals = WindowResiduals(rollout, noise=True, velocity=True)
+    residuals.add(compared(run, rollout, scores))
     (count, mean, _), *_ = residuals.metrics().parts("residual_terms/step_noise/{}")
     assert (count, abs(mean) < 1e-6) == (2, True)
 
@@ -323,8 +327,8 @@ def test_a_group_without_a_finite_score_leaves_the_velocities_of_the_others(make
     scores = run.actor.log_probs(rollout, with_means=True)
     rows = rollout.group_ids == lost
     scores.log_probs[rows] = scores.means[rows] = math.nan
-    residuals = WindowResiduals(rollout, run.config, 1, noise=False, velocity=True)
-    residuals.add(rollout, scores)
+    residuals = WindowResiduals(rollout, noise=False, velocity=True)
+    residuals.add(compared(run, rollout, scores))
     ((count, mean, _),) = residuals.metrics().parts("residual_terms/velocity_common/{}")
     assert (count, abs(mean) < 1e-9) == (1, True)
 

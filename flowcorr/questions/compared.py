@@ -1,8 +1,10 @@
-"""Exact checks of what an engine returns: the numbers that seeds, schedule and configuration leave no choice of.
+"""A rollout beside the training stack's view of it, and the numbers that compare both.
 
-Each is an equality, so it holds in every precision of the weights, and a single training step decides it. Noise comes
-from generators that are seeded by (seed, training step, group, member), so it is drawn again here. The engine's step
-means need not be returned.
+Exact numbers are those of which seeds, schedule and configuration leave no choice. Each is an equality, so it holds in
+every precision of the weights, and a single training step decides it. Noise comes from generators that are seeded by
+(seed, training step, group, member), so it is drawn again here. The engine's step means need not be returned.
+
+The others need the actor's scores, so that rounding is in them.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ import torch
 from torch import Tensor
 
 from flowcorr import sde
-from flowcorr.config.schema import Config, SamplingConfig
-from flowcorr.models import Schedule, windows_of
-from flowcorr.records import Rollout, Window
+from flowcorr.actor import DiffusionActor
+from flowcorr.config.schema import Config
+from flowcorr.models import Schedule, rollout_schedule, windows_of
+from flowcorr.records import Rollout, Scores
 from flowcorr.sde.transition import mean_over_elements
 
+_SAME_NOISE = 1e-4  # factor between two noises that float32 on two devices, and their stds, explain
 SAME_LATENTS = 1e-5  # latents have unit scale; float32 keeps 1e-7 of it
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
 _SPARE_BITS = 0x1FFF  # the last 13 of 23: float16, bfloat16 and TF32 leave them 0
@@ -29,57 +33,92 @@ _AT_THE_BOUND = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Compared:
-    """A rollout beside the numbers that its seeds, the schedule and the configuration give.
+    """A rollout beside the numbers that its seeds, the configuration and the training stack give.
 
     Attributes:
         rollout: the samples, with their members.
-        config: the run's.
-        schedule: of the training stack, for latents of this shape.
+        actor: the training stack.
         training_step: seeded windows and noise.
+        given_scores: the actor's, with their means; None where it has not scored the rollout.
     """
 
     rollout: Rollout
-    config: Config
-    schedule: Schedule
+    actor: DiffusionActor
     training_step: int
+    given_scores: Scores | None = None
+
+    @property
+    def config(self) -> Config:
+        """The run's configuration."""
+        return self.actor.config
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The training stack's, of a rollout with latents of this shape."""
+        return rollout_schedule(self.actor.family, self.config.sampling, self.rollout.latent_shape)
+
+    @property
+    def seeds(self) -> dict[str, int]:
+        """The numbers that seed windows and noise beside group and member."""
+        return {"seed": self.config.trainer.seed, "training_step": self.training_step}
 
     @cached_property
     def windows(self) -> Tensor:
         """The SDE steps `[B, T]` that the seeds give, on the CPU."""
         groups, members = owners(self.rollout)
-        return windows_of(self.config.sampling, groups, members, **self._seeds)
+        return windows_of(self.config.sampling, groups, members, **self.seeds)
 
     @cached_property
     def start(self) -> Tensor:
         """The initial noise `[B, *L]` that the seeds give, on the CPU."""
-        return seeded_start(self.rollout, **self._seeds, same_in_group=self.config.rollout.same_initial_noise)
+        groups, members = owners(self.rollout)
+        same = self.config.rollout.same_initial_noise
+        return sde.initial_noise(self.rollout.latent_shape, groups, members, **self.seeds, same_in_group=same)
 
     @cached_property
     def noise(self) -> Tensor:
-        """The noise `[B, T, *L]` that the seeds give to the steps of the window, on the CPU."""
-        return seeded_noise(self.rollout, **self._seeds)
+        """The noise `[B, T, *L]` that the seeds give to the steps of the window, on the rollout's device."""
+        return seeded_noise(self.rollout, **self.seeds).to(self.rollout.log_probs.device)
+
+    @cached_property
+    def still(self) -> Tensor:
+        """The means `[B, T, *L]` of the window's steps, were the velocity 0."""
+        window, sampling = self.rollout.window, self.config.sampling
+        nothing = torch.zeros_like(window.latents)
+        given = (window.latents, nothing, window.sigmas, window.sigmas_next, sampling.noise_level)
+        return sde.transition(sampling.sde_type, *given).mean
 
     @cached_property
     def stds(self) -> Tensor:
         """The full standard deviations `[B, T]` that the configuration gives to the steps at their noise levels."""
-        return configured_stds(self.rollout, self.config.sampling)
+        window, sampling = self.rollout.window, self.config.sampling
+        nothing = torch.zeros_like(window.sigmas)[..., None]
+        given = (nothing, nothing, window.sigmas, window.sigmas_next, sampling.noise_level)
+        return sde.transition(sampling.sde_type, *given).std
+
+    @cached_property
+    def places(self) -> Tensor:
+        """`[B, T]`: the step of the schedule with the noise level closest to each step's."""
+        return (self.rollout.window.sigmas[..., None] - self._levels[:-1]).abs().argmin(-1)
 
     @property
     def other_windows(self) -> Tensor:
-        """`[B]` bool: the SDE steps are not those of the seeds."""
-        found = self.rollout.window.step_indices.cpu()
-        if found.shape != self.windows.shape:
+        """`[B]` bool: the SDE steps are not those of the seeds, or have the noise levels of others."""
+        steps = self.rollout.window.step_indices.cpu()
+        if steps.shape != self.windows.shape:
             return torch.ones(self.rollout.num_samples, dtype=torch.bool)
-        return (found != self.windows).any(1)
+        return ((steps != self.windows) | (steps != self.places.cpu())).any(1)
 
     @property
     def sigma_errors(self) -> Tensor:
-        """`[B, T]`, how far the noise levels of the steps are from those of the schedule; of its nearest step, where an
-        index is none of the schedule's.
-        """
-        window, levels = self.rollout.window, torch.tensor(self.schedule.sigmas)
-        own = torch.stack([levels[:-1], levels[1:]])[:, window.step_indices.cpu().clamp(0, len(levels) - 2)]
-        return (torch.stack([window.sigmas, window.sigmas_next]).cpu() - own).abs().amax(0)
+        """`[B, T]`, how far the noise levels of the steps are from those of the closest step of the schedule."""
+        window, levels = self.rollout.window, self._levels
+        own = torch.stack([levels[self.places], levels[self.places + 1]])
+        return (torch.stack([window.sigmas, window.sigmas_next]) - own).abs().amax(0)
+
+    @property
+    def _levels(self) -> Tensor:
+        return torch.tensor(self.schedule.sigmas, device=self.rollout.window.sigmas.device)
 
     @property
     def std_errors(self) -> Tensor | None:
@@ -94,13 +133,54 @@ class Compared:
         return log_prob_errors(self.rollout, self.noise, self.stds, cps_unscaled=unscaled)
 
     @property
+    def coarse_latents(self) -> Tensor:
+        """`[B]` bool: see `coarse_latents`."""
+        return coarse_latents(self.rollout)
+
+    @property
     def broken_trajectories(self) -> Tensor:
         """`[B]` bool: latents differ where the trajectory leaves no room between them."""
         return broken_trajectories(self.rollout, self.start, len(self.schedule.timesteps))
 
+    @cached_property
+    def scores(self) -> Scores:
+        """The actor's scores of the window."""
+        return self.actor.score(self.rollout) if self.given_scores is None else self.given_scores
+
     @property
-    def _seeds(self) -> dict[str, int]:
-        return {"seed": self.config.trainer.seed, "training_step": self.training_step}
+    def log_probs(self) -> Tensor:
+        """`[B, T]`, the actor's, without their graph."""
+        return self.scores.log_probs.detach()
+
+    @property
+    def means(self) -> Tensor:
+        """`[B, T, *L]`, the actor's step means, without their graph."""
+        assert self.scores.means is not None, "scores come with their means"
+        return self.scores.means.detach()
+
+    @property
+    def means_of_seeds(self) -> Tensor:
+        """`[B, T, *L]`, the engine's step means, if its steps added the noise of their seeds."""
+        window = self.rollout.window
+        step = sde.Transition(self.means, self.scores.stds.detach(), window.step_sizes)
+        return self.means + (window.next_latents - sde.sample(step, self.noise))
+
+    def velocity(self, latents: Tensor, timesteps: Tensor, rows: Tensor) -> Tensor:
+        """The actor's velocity `[b, *L]` of some samples, as many at a time as it scores at a time.
+
+        Args:
+            latents: `[b, *L]`.
+            timesteps: `[b]`.
+            rows: `[b]`, the samples.
+        """
+        size = self.actor.scorer.passes.samples
+        parts = zip(*(of.split(size) for of in (latents, timesteps, rows)), strict=True)
+        return torch.cat(
+            [
+                self.actor.velocity(self.rollout.select(chosen).sample_conditioning())(some, at)
+                for some, at, chosen in parts
+            ]
+        )
 
 
 def seeded_noise(rollout: Rollout, *, seed: int, training_step: int) -> Tensor:
@@ -122,42 +202,8 @@ def seeded_noise(rollout: Rollout, *, seed: int, training_step: int) -> Tensor:
     return noise
 
 
-def seeded_start(rollout: Rollout, *, seed: int, training_step: int, same_in_group: bool) -> Tensor:
-    """The initial noise `[B, *L]` that the seeds give, on the CPU."""
-    return sde.initial_noise(
-        rollout.latent_shape,
-        *owners(rollout),
-        seed=seed,
-        training_step=training_step,
-        same_in_group=same_in_group,
-    )
-
-
-def configured_stds(rollout: Rollout, sampling: SamplingConfig) -> Tensor:
-    """The full standard deviations `[B, T]` that the configuration gives to the steps at their noise levels."""
-    window = rollout.window
-    nothing = torch.zeros_like(window.sigmas)[..., None]
-    step = sde.transition(
-        sampling.sde_type, nothing, nothing, window.sigmas, window.sigmas_next, sampling.noise_level
-    )
-    return step.std
-
-
-def without_velocity(window: Window, sampling: SamplingConfig) -> sde.Transition:
-    """The steps of a window, were the velocity 0: means `[B, T, *L]` and stds `[B, T]`."""
-    nothing = torch.zeros_like(window.latents)
-    return sde.transition(
-        sampling.sde_type,
-        window.latents,
-        nothing,
-        window.sigmas,
-        window.sigmas_next,
-        sampling.noise_level,
-    )
-
-
-def velocity_gap(means: Tensor, others: Tensor, still: Tensor) -> float:
-    """Root mean square difference of both velocities, as a share of the second.
+def velocity_gaps(means: Tensor, others: Tensor, still: Tensor) -> Tensor:
+    """`[B]` float64, root mean square difference of both velocities, as a share of the second.
 
     A mean is linear in the velocity, so that the step's own factors cancel.
 
@@ -168,7 +214,36 @@ def velocity_gap(means: Tensor, others: Tensor, still: Tensor) -> float:
     """
     difference = mean_over_elements((means - others).double().square(), 2)
     whole = mean_over_elements((others - still).double().square(), 2)
-    return float((difference / whole.clamp(min=1e-30)).mean().sqrt())
+    return (difference / whole.clamp(min=1e-30)).mean(1).sqrt()
+
+
+def velocity_gap(means: Tensor, others: Tensor, still: Tensor) -> float:
+    """`velocity_gaps` of all samples together."""
+    return float(velocity_gaps(means, others, still).square().mean().sqrt())
+
+
+def beside_seeds(noise: Tensor, seeded: Tensor) -> Tensor:
+    """`[3, N]` float64: sums over the elements of which `standard_errors` are made.
+
+    Args:
+        noise: `[N, D]`, of steps.
+        seeded: likewise, of their seeds.
+    """
+    rest = (noise - seeded).double()
+    return torch.stack([(rest * seeded).sum(1), seeded.double().square().sum(1), rest.square().sum(1)])
+
+
+def standard_errors(sums: Tensor) -> Tensor:
+    """Distance of a noise from that of its seeds, along the latter, in standard errors `[N]`.
+
+    The difference of two policies' means does not depend on the noise: its product with it is that of two independent
+    directions, whatever the precision.
+
+    Args:
+        sums: `[3, N]`: the difference times the seeded noise, the square of the seeded noise, and of the difference.
+    """
+    along, whole, rest = sums
+    return (along.abs() - _SAME_NOISE * whole).clamp(min=0) / rest.sqrt().clamp(min=1e-30)
 
 
 def log_prob_errors(rollout: Rollout, noise: Tensor, stds: Tensor, *, cps_unscaled: bool) -> Tensor:

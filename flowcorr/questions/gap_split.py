@@ -36,7 +36,6 @@ from flowcorr.errors import BackendError
 from flowcorr.metrics import Metrics
 from flowcorr.records import Rollout, Scores
 from flowcorr.rollout import Weights
-from flowcorr.trainer.run import TrainingRun
 
 
 def splits_gap(config: Config, step: int) -> bool:
@@ -46,25 +45,26 @@ def splits_gap(config: Config, step: int) -> bool:
     return measured and every > 0 and step % every == 0
 
 
-def measure_gap_split(run: TrainingRun, rollout: Rollout, old: Scores | None) -> Metrics:
+def measure_gap_split(
+    actor: DiffusionActor, history: Sequence[Weights], rollout: Rollout, old: Scores | None
+) -> Metrics:
     """`rollout_corr/engine/*` and `rollout_corr/staleness/*` of the whole batch, before the update.
 
     Both use the terms for which all three policies are finite, so that their means add up to the mean gap.
 
     Args:
-        run: the training run.
+        actor: the training stack.
+        history: the versions that the engine keeps.
         rollout: the samples of the update.
         old: their scores under the old policy, which are not computed again; None in bypass mode.
 
     Raises:
         BackendError: the engine does not keep the weights that sampled.
     """
-    actor, with_means = run.actor, rollout.window.means is not None
-    known = {} if old is None else {run.config.actor.old_policy: old}
+    with_means = rollout.window.means is not None
+    known = {} if old is None else {actor.config.actor.old_policy: old}
     current = known.get("current") or actor.log_probs(rollout, with_means=with_means)
-    behaviour = known.get("behaviour") or behaviour_scores(
-        actor, rollout, run.engine.history, with_means=with_means
-    )
+    behaviour = known.get("behaviour") or behaviour_scores(actor, rollout, history, with_means=with_means)
     mask = (current.log_probs + behaviour.log_probs + rollout.log_probs).isfinite()
     engine, staleness = (
         drift_metrics(
@@ -82,22 +82,24 @@ def measure_gap_split(run: TrainingRun, rollout: Rollout, old: Scores | None) ->
     return engine.merge(staleness)
 
 
-def old_scores(run: TrainingRun, rollout: Rollout, observe: Observe | None = None) -> Scores:
+def old_scores(
+    actor: DiffusionActor, history: Sequence[Weights], rollout: Rollout, observe: Observe | None = None
+) -> Scores:
     """The scores of the old policy, which `actor.old_policy` names.
 
     Args:
-        run: the training run.
+        actor: the training stack.
+        history: the versions that the engine keeps.
         rollout: the samples.
         observe: see `Observe`.
 
     Raises:
         BackendError: the engine does not keep the weights that sampled.
     """
-    config, with_means = run.config, needs_old_means(run.config)
+    config, with_means = actor.config, needs_old_means(actor.config)
     if config.actor.old_policy == "behaviour" and config.rollout.max_weight_age:
-        history = run.engine.history
-        return behaviour_scores(run.actor, rollout, history, with_means=with_means, observe=observe)
-    return run.actor.log_probs(rollout, with_means=with_means, observe=observe)
+        return behaviour_scores(actor, rollout, history, with_means=with_means, observe=observe)
+    return actor.log_probs(rollout, with_means=with_means, observe=observe)
 
 
 def behaviour_scores(

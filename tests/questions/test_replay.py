@@ -14,11 +14,12 @@ from flowcorr.data import PromptStream
 from flowcorr.errors import BackendError
 from flowcorr.instruments.rules import HealthMonitor, units_of
 from flowcorr.models import SamplingPlan, Schedule
+from flowcorr.questions.replay import replays
+from flowcorr.questions.residual_terms import RESIDUALS
 from flowcorr.records import Prompt
 from flowcorr.rewards import build_reward
 from flowcorr.trainer.collect import collect, score
-from flowcorr.trainer.replay import measure_replay, replays
-from flowcorr.trainer.residual_terms import RESIDUALS
+from flowcorr.trainer.measurements import measure_replay
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.step import train_step
 from tests.conftest import small_config, start_run
@@ -191,8 +192,9 @@ def test_a_fault_between_the_steps_of_a_window_is_named(make_training, noise_ran
 def test_nothing_is_named_where_only_rounding_differs(rollout, sampling, step, make_training):
     run = make_training(sampling, **rollout)
     values = replayed(run, step)
-    assert (values["rollout_corr/replay/between"] == 0) == ("sde_window_layout" not in sampling)
-    assert sorted(values) == sorted(f"rollout_corr/replay/{leg}" for leg in (*LEGS, "window"))
+    # A consecutive window has no steps between its own.
+    legs = [leg for leg in (*LEGS, "window") if "sde_window_layout" in sampling or leg != "between"]
+    assert sorted(values) == sorted(f"rollout_corr/replay/{leg}" for leg in legs)
     assert judged(run, values) == []
     assert values["rollout_corr/replay/reward"] == 0
     if rollout:
@@ -326,7 +328,7 @@ def test_a_training_step_replays_on_schedule_and_learns_the_same(staleness, make
         found = [[name for name in record if "replay" in name] for record in values]
         assert [bool(names) for names in found] == [every > 0] * 2
         if every:
-            assert {f"rollout_corr/replay/{leg}" for leg in LEGS} < set(found[1])
+            assert {f"rollout_corr/replay/{leg}" for leg in LEGS if leg != "between"} < set(found[1])
             assert "timing/replay" in found[1]
             assert values[1]["rollout_corr/replay/window"] < 1e-4  # under the weights that sampled
     for name, tensor in learned[0].items():

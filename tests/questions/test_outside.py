@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowcorr.models import SamplingPlan
-from flowcorr.rollout.outside import legs, repeat_outside
+from flowcorr.questions.compared import Compared
+from flowcorr.questions.outside import errors_by_leg, legs, repeat_outside
 
 NUM_STEPS = 6
 SHAPE = (2, 3)
@@ -55,11 +55,7 @@ def test_a_rollout_without_final_latents_has_no_leg_after_its_window():
 
 
 def repeated(run, rollout):
-    velocity = run.actor.velocity(rollout.sample_conditioning())
-    schedule = SamplingPlan.of(run.actor.family, run.config.sampling).schedule
-    return repeat_outside(
-        rollout, run.config, 1, schedule, lambda latents, timesteps, rows: velocity(latents, timesteps)
-    )
+    return repeat_outside(Compared(rollout=rollout, actor=run.actor, training_step=1))
 
 
 @pytest.mark.parametrize("noisy", [None, (0, 4)])
@@ -82,3 +78,20 @@ def test_a_healthy_rollout_is_repeated_and_another_end_is_its_gap(make_run, nois
     moved = replace(rollout, final_latents=rollout.final_latents + 0.5)
     *_, after = repeated(run, moved)
     assert after.gap == pytest.approx(torch.full_like(after.gap, 0.5), abs=1e-4)
+
+
+def test_errors_are_those_of_the_samples_that_have_steps(make_run):
+    sampling = {
+        "num_inference_steps": 4, "sde_window_size": 1, "sde_window_range": (2, 4), "window_per": "sample"
+    }  # fmt: skip
+    run = make_run(sampling=sampling)
+    rollout = run.sample()
+    moved = replace(rollout, final_latents=rollout.final_latents + 0.5)
+    errors = errors_by_leg(repeated(run, moved))
+    assert list(errors) == ["before", "after"]
+    (before, all_rows), (after, rows) = errors.values()
+    assert all_rows.tolist() == list(range(rollout.num_samples))
+    assert rows.tolist() == (rollout.window.step_indices[:, 0] == 2).nonzero().flatten().tolist()
+    assert 0 < len(rows) < rollout.num_samples
+    assert bool((before < 1e-5).all())
+    assert bool((after > 0.1).all())

@@ -1,0 +1,1 @@
+"""Questions about what an engine returned: numbers, limits and remedies, which training and the instruments share."""

@@ -1,0 +1,151 @@
+"""Questions about what an engine returned: a number, the largest healthy one, and what to do about a larger one.
+
+A training step asks them of its batch, a replay of single images, and the doctor of an engine at hand or of captured
+samples. The table is read without torch: numbers are those of a `Compared`, and of `noise`, `outside`, `images` and
+`replay` where they come part by part or take passes of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flowcorr.questions.compared import Compared
+
+ERRORS = 6.0  # standard errors; chance exceeds this twice in 1e9 times
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A question about what an engine returned, asked alike by a training step and the doctor.
+
+    Attributes:
+        name: of the health rule.
+        what: the number in words.
+        limit: the largest healthy number.
+        remedy: what to do about a larger one.
+        metric: under which training logs it; by default `rollout/` with the name.
+        number: of a rollout, `[B, ...]`. Booleans are samples at fault, of which their share is logged; of numbers, the
+            largest is. None where the rollout lacks what it takes. Without a function, the number is computed part by
+            part or in replays.
+    """
+
+    name: str
+    what: str
+    limit: float
+    remedy: str
+    metric: str = ""
+    number: Callable[[Compared], Tensor | None] | None = None
+
+    @property
+    def logged_as(self) -> str:
+        """The name of the metric."""
+        return self.metric or f"rollout/{self.name}"
+
+
+_SEEDS = "(seed, training step, group, member)"
+
+SIGMAS = Question(
+    name="sigmas",
+    what="difference of a noise level from that of the schedule",
+    number=lambda compared: compared.sigma_errors,
+    limit=1e-5,  # float32 tables agree within 6e-8; bfloat16 sigmas differ by 1e-3
+    remedy="give both stacks one scheduler config (shift, dynamic shift) and one sampling.num_inference_steps, and "
+    "take sigmas from the table by step index, in float32",
+)
+WINDOWS = Question(
+    name="windows",
+    what="share of samples with other SDE steps or noise levels than their seeds and the schedule give",
+    metric="rollout/other_windows",
+    number=lambda compared: compared.other_windows | (compared.sigma_errors.cpu() > SIGMAS.limit).any(1),
+    limit=0.0,  # samples
+    remedy="pass sampling.sde_window_size, sde_window_range (half-open), sde_window_layout and window_per with every "
+    "request and read them per request, or take the steps that flowcorr.sde.draw_windows gives",
+)
+LATENTS = Question(
+    name="coarse_latents",
+    what="share of samples whose latents were rounded to half precision, or clamped,",
+    number=lambda compared: compared.coarse_latents,
+    limit=0.0,  # samples
+    remedy="draw, keep and return latents in float32, the initial noise included, and leave them as they are between "
+    "the steps",
+)
+TRAJECTORIES = Question(
+    name="trajectories",
+    what="share of samples whose latents do not fit together, or do not begin at their seeds' noise,",
+    metric="rollout/broken_trajectories",
+    number=lambda compared: compared.broken_trajectories,
+    limit=0.0,  # samples
+    remedy=f"draw the initial noise by flowcorr.sde.initial_noise of {_SEEDS}, and return the latents before and after "
+    "each step of the window as they were",
+)
+STDS = Question(
+    name="std_error",
+    what="relative difference of a step's std from that of the configuration",
+    number=lambda compared: compared.std_errors,
+    limit=1e-4,  # relative; float32 agrees within 1e-7, a noise level of .8 instead of .7 gives .14
+    remedy="sample with sampling.sde_type and sampling.noise_level, and return the full std of a step",
+)
+LOG_PROBS = Question(
+    name="log_prob_error",
+    what="difference of a log-prob from that of the noise of its seeds",
+    number=lambda compared: compared.log_prob_errors,
+    limit=1e-5,  # nats; float32 gives 1e-6, rounding to bfloat16 2e-3, and noise rounded to bfloat16 1e-4
+    remedy="score with flowcorr.sde.log_prob: the mean over the elements, with its normaliser, in float32; return the "
+    "latents, means and stds that were scored",
+)
+STEP_NOISE = Question(
+    name="seeded_noise",
+    what="standard errors between the step noise and that of its seeds",
+    metric="rollout/noise_z_max",
+    limit=ERRORS,
+    remedy=f"add s times flowcorr.sde.step_noise of {_SEEDS} and step index to the mean, in float32, and leave the "
+    "latents as they are",
+)
+# Means over images, in errors of the window: clean runs (bf16, fp8, int8, int4, guidance) give at most 1.9 from four
+# images on. Single images reach 4.1, where their window lies late and its velocities differ little.
+_OUTSIDE = 4.0
+_NO_LOG_PROB = "no log-prob sees these steps: compare"
+BEFORE = Question(
+    name="replay_before",
+    what="error of the steps before the SDE window, in errors of the window itself,",
+    metric="rollout_corr/replay/before",
+    limit=_OUTSIDE,
+    remedy=f"{_NO_LOG_PROB} initial noise, prompt embeddings, guidance, timesteps and schedule before the window in "
+    "both stacks",
+)
+BETWEEN = Question(
+    name="replay_between",
+    what="error of the steps between those of the SDE window, in errors of the window itself,",
+    metric="rollout_corr/replay/between",
+    limit=_OUTSIDE,
+    remedy=f"{_NO_LOG_PROB} embeddings, guidance and schedule of the steps between those of the window in both stacks, "
+    "and return the latents before and after each SDE step",
+)
+AFTER = Question(
+    name="replay_after",
+    what="error of the steps after the SDE window, in errors of the window itself,",
+    metric="rollout_corr/replay/after",
+    limit=_OUTSIDE,
+    remedy=f"{_NO_LOG_PROB} prompt embeddings, guidance, timesteps and schedule after the window in both stacks, and "
+    "leave latents as they are between the steps",
+)
+# Its limit follows from both decoders, see `precision.image_limit`.
+IMAGES_REMEDY = (
+    "compare the VAEs, their scaling, shift and tiling, the order of channels, that of the images in a batch, and what "
+    "encodes or resizes images on their way; rewards score the engine's images"
+)
+REWARD = Question(
+    name="replay_reward",
+    what="difference of a score from the reward of its image, in standard deviations of the scores,",
+    metric="rollout_corr/replay/reward",
+    limit=0.1,  # standard deviations of the scores
+    remedy="compare the order of images, their channels and size, and the unit of the reward; the scores of a judge "
+    "that samples its answers are not repeatable",
+)
+OF_ROLLOUTS = (WINDOWS, LATENTS, TRAJECTORIES, LOG_PROBS, STDS)
+"""Asked of each batch at no cost."""
