@@ -36,6 +36,8 @@ class TrainerConfig:
         image_every: training steps between saved sample images; 0 is off.
         trackers: besides `metrics.jsonl`: `tensorboard`, `wandb`, `swanlab`, or your own `package.module:name`.
         metrics: besides those of every run, your own: `package.module:name` of a `flowcorr.instruments.metrics.Metric`.
+        checks: questions of your own about what the engine returned, which training steps and the doctor ask:
+            `package.module:name` of a `flowcorr.questions.question.Question`.
         device: `auto` takes CUDA if there is any.
         num_threads: CPU threads of torch; null leaves torch's own choice.
         collective_timeout: seconds that a rank waits for the others before it gives up.
@@ -62,6 +64,7 @@ class TrainerConfig:
     image_every: int = 0
     trackers: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
+    checks: tuple[str, ...] = ()
     device: str = "auto"
     num_threads: int | None = None
     collective_timeout: float = 1800.0

@@ -11,11 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flowcorr.errors import ConfigError
+from flowcorr.imports import import_target
+
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from flowcorr.config.schema import Config
     from flowcorr.questions.compared import Compared
 
+_OWN = "trainer.checks"  # names questions of one's own
 ERRORS = 6.0  # standard errors; chance exceeds this twice in 1e9 times
 
 
@@ -24,7 +29,7 @@ class Question:
     """A question about what an engine returned, asked alike by a training step and the doctor.
 
     Attributes:
-        name: of the health rule.
+        name: of the health rule; of a question of one's own, of the doctor's check as well.
         what: the number in words.
         limit: the largest healthy number.
         remedy: what to do about a larger one.
@@ -45,6 +50,29 @@ class Question:
     def logged_as(self) -> str:
         """The name of the metric."""
         return self.metric or f"rollout/{self.name}"
+
+
+def own_questions(config: Config) -> tuple[Question, ...]:
+    """The questions that `trainer.checks` names.
+
+    Raises:
+        ConfigError: one is something else, or cannot be asked.
+    """
+    return tuple(_own_question(path) for path in config.trainer.checks)
+
+
+def _own_question(path: str) -> Question:
+    question = import_target(_OWN, path, "a question")
+    if not isinstance(question, Question):
+        raise ConfigError(
+            f"{_OWN}={path!r} is of type {type(question).__name__}; name a flowcorr.questions.question.Question"
+        )
+    empty = [name for name in ("name", "what", "remedy", "number") if not getattr(question, name)]
+    if empty:
+        raise ConfigError(
+            f"{_OWN}={path!r} has no {', '.join(empty)}; a question of your own needs each of them"
+        )
+    return question
 
 
 _SEEDS = "(seed, training step, group, member)"

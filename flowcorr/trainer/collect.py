@@ -16,7 +16,7 @@ from flowcorr.errors import BackendError
 from flowcorr.metrics import Metrics, maximum, mean, total
 from flowcorr.questions.ask import ask
 from flowcorr.questions.compared import Compared
-from flowcorr.questions.question import OF_ROLLOUTS
+from flowcorr.questions.question import OF_ROLLOUTS, own_questions
 from flowcorr.records import ImageArray, Prompt, Rollout
 from flowcorr.rewards import Reward, RewardOutput, report_broken, score_batch, scored_ahead
 from flowcorr.rollout import decode
@@ -128,6 +128,10 @@ def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> 
     if whole:
         compared = Compared(rollout=rollout.only(torch.tensor(whole)), actor=run.actor, training_step=step)
         metrics = metrics.merge(ask(compared, OF_ROLLOUTS))
+        if own := own_questions(run.config):
+            pixels = torch.from_numpy(images[whole]).to(run.actor.device)
+            with_images = replace(compared, rollout=replace(compared.rollout, images=pixels))
+            metrics = metrics.merge(ask(with_images, own))
     stale, age_metrics = _find_stale(run, rollout)
     fresh = whole_groups(rollout.group_ids, stale)
     return Samples(

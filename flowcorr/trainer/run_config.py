@@ -23,7 +23,7 @@ from flowcorr.imports import is_own_name
 CONFIG_FILE = "config.yaml"
 _INTERPOLATION = re.compile(r"(?<!\\)(\\\\)*\$\{")
 LOSS, MODES, ENGINE = "actor.loss_mode", "algorithm.rollout_correction.rollout_rs", "rollout.name"
-METRICS = "trainer.metrics"
+METRICS, CHECKS = "trainer.metrics", "trainer.checks"
 _LOSS_KEYS = ("loss_mode", "loss_options")
 _ENGINE_KEYS = ("name", "engine")
 _MODE_KEYS = ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower")
@@ -36,10 +36,10 @@ class RunConfig:
     Attributes:
         config: the configuration. Where the run names a loss of its own that was not to be imported, the default loss
             stands in, which clips the ratio as a function of one's own is taken to; for rejection modes, no rejection;
-            for an engine, `in_process`; for metrics, none.
+            for an engine, `in_process`; for metrics and checks, none.
         values: all keys and their values as the run has them, also those that another value stands in for.
         left_out: the names of code that were not imported, by key: `actor.loss_mode`,
-            `algorithm.rollout_correction.rollout_rs`, `rollout.name` and `trainer.metrics`.
+            `algorithm.rollout_correction.rollout_rs`, `rollout.name`, `trainer.metrics` and `trainer.checks`.
     """
 
     config: Config
@@ -59,6 +59,7 @@ def notes(left_out: Mapping[str, str]) -> list[str]:
         MODES: "this run's own rejection is left out",
         ENGINE: "the run is read as one of rollout.name=in_process",
         METRICS: "they are not judged",
+        CHECKS: "their answers are not judged",
     }
     return [
         f"{key}={name} is not imported: {stand_ins[key]}; {how_to_allow(name)}"
@@ -101,8 +102,9 @@ def read_config(
     whole = configs.to_mapping(config)
     whole["actor"] |= left_out.get(LOSS, {})
     whole["rollout"] |= left_out.get(ENGINE, {})
-    if METRICS in left_out:
-        whole["trainer"]["metrics"] = values_of_run["trainer"]["metrics"]
+    for key in left_out.keys() & {METRICS, CHECKS}:
+        name = key.rpartition(".")[2]
+        whole["trainer"][name] = values_of_run["trainer"][name]
     if MODES in left_out:
         whole["algorithm"]["rollout_correction"] |= left_out[MODES]
     names = {key: hidden[key.rpartition(".")[2]] for key, hidden in left_out.items()}
@@ -192,13 +194,15 @@ def _without_own_code(
     left_out: dict[str, dict[str, Any]] = {}
     sections = ("actor", "algorithm", "rollout", "trainer")
     actor, algorithm, rollout, trainer = (values.get(section) for section in sections)
-    metrics = trainer.get("metrics") if isinstance(trainer, Mapping) else None
-    if isinstance(trainer, Mapping) and isinstance(metrics, Sequence) and not isinstance(metrics, str):
-        refused = [name for name in metrics if _is_refused(name, allowed)]
-        if refused:
-            left_out[METRICS] = {"metrics": ",".join(refused)}
-            kept_metrics = [name for name in metrics if name not in refused]
-            values = {**values, "trainer": {**trainer, "metrics": kept_metrics}}
+    for key in (METRICS, CHECKS):
+        name = key.rpartition(".")[2]
+        listed = trainer.get(name) if isinstance(trainer, Mapping) else None
+        if isinstance(trainer, Mapping) and isinstance(listed, Sequence) and not isinstance(listed, str):
+            refused = [path for path in listed if _is_refused(path, allowed)]
+            if refused:
+                left_out[key] = {name: ",".join(refused)}
+                trainer = {**trainer, name: [path for path in listed if path not in refused]}
+                values = {**values, "trainer": trainer}
     if isinstance(actor, Mapping) and _is_refused(actor.get("loss_mode"), allowed):
         left_out[LOSS] = {key: actor[key] for key in _LOSS_KEYS if key in actor}
         values = {**values, "actor": _without(_LOSS_KEYS, actor)}

@@ -1,6 +1,7 @@
 """The examples run as they stand."""
 
 import importlib.util
+import json
 import math
 import sys
 from pathlib import Path
@@ -69,6 +70,21 @@ def test_custom_loss_trains(tmp_path, monkeypatch, capsys):
     ):
         example.main(str(tmp_path / "other"), 1, "actor.loss_options=null", "actor.loss_options={over: 1}")
     sys.modules.pop("custom_loss", None)
+
+
+def test_custom_check_is_asked_by_training_report_and_doctor(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    own, run = "trainer.checks=[custom_check:SAME_IMAGES]", tmp_path / "run"
+    small = [*SMALL, FEW_WORDS, "trainer.total_steps=1", "trainer.doctor=false"]
+    assert main(["train", "tiny_ocr_lora", own, *small, "--out", str(run)]) == 0
+    assert [record.get("rollout/same_images") for record in read_metrics(run / METRICS_FILE)][-1] == 0
+    (left_out,) = [finding for finding in report([run]).findings if finding.cause == "files"]
+    assert "custom_check:SAME_IMAGES" in left_out.sentence
+    capsys.readouterr()
+    main(["doctor", "tiny_ocr_lora", own, *small, "--json"])
+    levels = {found["cause"]: found["level"] for found in json.loads(capsys.readouterr().out)["findings"]}
+    assert levels["same_images"] == "healthy"
+    sys.modules.pop("custom_check", None)
 
 
 OWN_ROWS = """

@@ -12,6 +12,7 @@ from flowcorr.instruments.metrics.of_correction import REJECTION, WEIGHTS
 from flowcorr.instruments.metrics.of_gap import DRIFT, STEPS, WORKERS
 from flowcorr.instruments.metrics.of_run import RUN, UPDATE
 from flowcorr.instruments.metrics.rule import Rule
+from flowcorr.questions.question import own_questions
 
 SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Drift": DRIFT,
@@ -44,12 +45,21 @@ def rows_of(config: Config) -> tuple[Metric, ...]:
     """The rows of a run: those of every run, and its own; one of a metric that every run logs is laid over its row.
 
     Raises:
-        ConfigError: `trainer.metrics` names something else, or a row lacks its meaning or the words of its rule.
+        ConfigError: `trainer.metrics` names something else, or a row lacks its meaning or the words of its rule; or see
+            `own_questions`.
     """
     rows = {metric.name: metric for metric in METRICS}
     for path in config.trainer.metrics:
         own = own_row("trainer.metrics", path)
         rows[own.name] = own
+    for question in own_questions(config):
+        if question.logged_as in rows:
+            raise ConfigError(
+                f"trainer.checks: {question.logged_as!r} is logged already; give the question {question.name!r} "
+                "another name or metric"
+            )
+        asked = Metric(name=question.logged_as, meaning=f"{question.what}.", rule=Rule.of(question))
+        rows[asked.name] = named(asked, asked.name)
     return tuple(rows.values())
 
 

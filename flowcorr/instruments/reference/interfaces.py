@@ -61,6 +61,7 @@ INTERFACES: Mapping[str, Callable[[Any], Iterator[Row]]] = {
     "flowcorr.instruments.metrics.Metric": fields,
     "flowcorr.instruments.metrics.Rule": fields,
     "flowcorr.instruments.metrics.Units": fields,
+    "flowcorr.questions.question.Question": fields,
     "flowcorr.rewards.Reward": members,
 }
 """By the name to import, the reader of its rows."""

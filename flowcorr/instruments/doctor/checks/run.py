@@ -40,8 +40,10 @@ from flowcorr.instruments.doctor.checks.trajectory import (
 )
 from flowcorr.instruments.doctor.checks.weights import check_attention, check_lora, check_sync, check_weights
 from flowcorr.instruments.doctor.exam import Exam
-from flowcorr.instruments.doctor.findings import of_check, skipped
+from flowcorr.instruments.doctor.findings import judged, of_check, skipped
 from flowcorr.instruments.finding import Finding
+from flowcorr.questions.ask import ask
+from flowcorr.questions.question import Question, own_questions
 
 
 def _of_replay(check: str) -> Callable[[Captured], Finding | None]:
@@ -109,7 +111,18 @@ def check_trials(exam: Exam) -> dict[str, Finding]:
         elif (finding := OF_TRIALS[check.name](exam)) is not None:
             findings[check.name] = _named(check.name, finding)
             failed |= {check.name} if finding.level == "serious" else set()
+    for question in own_questions(exam.config):
+        findings[question.name] = of_check(question.name, _answered(question, exam))
     return findings
+
+
+def _answered(question: Question, exam: Exam) -> Finding:
+    """The finding on a question of the user's own."""
+    value = ask(exam.trials.base, [question]).compute().get(question.logged_as)
+    if value is None:
+        return skipped(f"cannot tell {question.what}: the engine returns too little")
+    message = f"{question.what} is {value:.3g}"
+    return judged(value, question.limit, message, message, question.remedy)
 
 
 def check_captured(captured: Captured) -> dict[str, Finding]:
