@@ -49,15 +49,8 @@ class NoiseMeter:
         noise = ((window.next_latents[finite] - means) / over_elements(stds, means)).flatten(1)
         self._num_terms += len(noise)
         self._together += noise.sum(0, dtype=torch.float64)
-        squared = noise.square()
-        stats = {
-            "rollout/noise_std": self._std(rollout.log_probs[finite], stds, noise.shape[1]),
-            "rollout/noise_mean": mean(noise.sum(dtype=torch.float64), noise.numel()),
-            # The fourth Hermite polynomial: to first order a noise that is too large or too small does not change it.
-            "rollout/noise_tails": mean(
-                (squared * (squared - 6) + 3).sum(dtype=torch.float64), noise.numel()
-            ),
-        }
+        stats = {f"rollout/noise_{name}": stat for name, stat in moments(noise).items()}
+        stats["rollout/noise_std"] = self._std(rollout.log_probs[finite], stds, noise.shape[1])
         if self._fresh:
             ways = (part.means - part.still)[finite]
             ways = ways / over_elements(stds, ways)
@@ -91,6 +84,17 @@ class NoiseMeter:
         variance = variance.clamp(min=0)  # below, the log-probs are higher than those of any latents
         squares = variance.sum(dtype=torch.float64) * num_elements
         return _root_mean_square(squares, variance.numel() * num_elements)
+
+
+def moments(noise: Tensor) -> dict[str, Stat]:
+    """The mean, the std around 0 and the fourth moment of noise, see `flowcorr.questions.normal`."""
+    square = noise.square()
+    return {
+        "mean": mean(noise.sum(dtype=torch.float64), noise.numel()),
+        "std": _root_mean_square(square.sum(dtype=torch.float64), noise.numel()),
+        # To first order, a noise that is too large or too small does not change it.
+        "tails": mean((square * (square - 6) + 3).sum(dtype=torch.float64), noise.numel()),
+    }
 
 
 def _root_mean_square(squares: Tensor, count: int) -> Stat:

@@ -8,7 +8,6 @@ import torch
 
 from flowcorr.instruments.metrics import Metric, Rule
 from flowcorr.instruments.metrics.metric import over
-from flowcorr.instruments.metrics.of_run import skew
 from flowcorr.instruments.metrics.rule import Units
 from flowcorr.instruments.metrics.table import METRICS, find_metric, rule_of
 
@@ -71,10 +70,3 @@ def test_the_worst_break_is_the_most_serious_one_and_then_the_farthest():
     mild, far, serious = (rule.judge({"share": value}, Units()) for value in (0.2, 0.9, 1.01))
     assert sorted((serious, far, mild), key=lambda broken: broken.badness) == [mild, far, serious]
     assert replace(mild, part="worker 1").key != mild.key
-
-
-def test_fourth_moments_are_skewed_less_the_more_elements_there_are():
-    noise = torch.randn(2000, 256, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    moments = (noise**4 - 6 * noise**2 + 3).mean(1) * math.sqrt(256 / 24)
-    assert 1 < moments.max() / 6 < skew(256) < 1 + 16 / 15
-    assert skew(65536) < skew(256)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -16,9 +16,11 @@ from flowcorr.instruments.doctor.legs import Legs
 from flowcorr.instruments.doctor.stack import Stack
 from flowcorr.instruments.doctor.trials import Trial
 from flowcorr.instruments.finding import Finding
-from flowcorr.instruments.metrics.of_run import skew
 from flowcorr.instruments.stored import stored_in
+from flowcorr.metrics import Metrics
 from flowcorr.questions.compared import beside_seeds, standard_errors
+from flowcorr.questions.noise import moments
+from flowcorr.questions.normal import Moment, ranges
 from flowcorr.questions.question import ERRORS, LOG_PROBS, STEP_NOISE
 from flowcorr.records import Rollout
 
@@ -30,73 +32,66 @@ SHARED = 0.5  # correlation above which two captured draws are one
 
 
 def check_noise(exam: Exam) -> Finding:
-    """Judge the noise by z-scores, each with `P(|z| > c) <= exp(-c^2 / 2)`; the limit holds for all of them together.
+    """Judge the moments of the noise as training steps do, and each correlation of two steps.
 
-    They are those of its mean, its variance, its fourth Hermite moment, and each correlation.
+    For independent directions, `P(|correlation| > c) <= (1 - c^2)^((D - 1) / 2)`; the limit holds for all pairs.
     """
     trials = exam.trials
     noise = torch.cat([_rows(trials.base.engine_noise), _rows(trials.moved.engine_noise)])
-    count = noise.numel()
+    values = Metrics.from_stats(moments(noise)).compute()
     correlation, pair = largest_correlation(noise)
-    tests = len(noise) * (len(noise) - 1) // 2 + 3
-    limit = math.sqrt(2 * math.log(tests / FALSE_ALARMS))
-    moments = _moments(noise)
-    # For independent directions, P(|correlation| > c) <= (1 - c^2)^((D - 1) / 2).
+    limit = math.sqrt(2 * math.log(len(noise) * (len(noise) - 1) / 2 / FALSE_ALARMS))
     of_pair = math.sqrt(-(noise.shape[1] - 1) * math.log(max(1 - correlation**2, 1e-300)))
     over = _difference(trials.base, *pair)
-    z, fault, text = max(
-        *moments.scores(),
-        (of_pair, f"correlation over {over}", f"is correlated by {correlation:.2f} over {over}"),
-    )
-    seen, seen_tails = limit / math.sqrt(2 * count), limit * math.sqrt(24 / count)
+    errors, fault, text = _worst_moment(values, noise.numel())
+    if of_pair / limit > errors / ERRORS:
+        errors, fault, text = (
+            of_pair,
+            f"correlation over {over}",
+            f"is correlated by {correlation:.2f} over {over}",
+        )
+    else:
+        limit = ERRORS
+    chance = ranges(noise.numel())
+    seen, seen_tails = chance["std"][1] - 1, -chance["tails"][0]
     return judged(
-        z,
+        errors,
         limit,
         f"step noise is standard normal and independent (an error of {100 * seen:.1g} % in the std would be found, and "
         f"a fourth moment off by {seen_tails:.1g}: that of uniform noise is off by 1.2)",
-        f"step noise {text}, {z:.3g} standard deviations off",
+        f"step noise {text}, {errors:.3g} standard errors off",
         "add s times standard normal noise to the step's mean, seeded by (seed, training step, group, member) and step "
         "index; sampling.same_initial_noise concerns the initial noise only",
-        std=moments.std,
-        mean=moments.mean,
+        std=values["std"],
+        mean=values["mean"],
         correlation=correlation,
         least_std_error=seen,
-        fault=fault if z > limit else None,
+        fault=fault if errors > limit else None,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Moments:
-    """Mean, std and fourth Hermite moment of `count` numbers that should be standard normal."""
+def _worst_moment(values: Mapping[str, float], count: int, gap: float = 0.0) -> tuple[float, str, str]:
+    """The moment farthest from that of standard normal noise: in standard errors, by name and in words.
 
-    mean: float
-    std: float
-    tails: float
-    count: int
+    Args:
+        values: see `moments`.
+        count: elements of the noise.
+        gap: see `ranges`.
+    """
+    words: Mapping[Moment, tuple[str, str]] = {
+        "mean": ("mean", f"has mean {values['mean']:.3g} instead of 0"),
+        "std": ("std", f"has std {values['std']:.4g} instead of 1"),
+        "tails": ("fourth moment", f"is not normal: its fourth moment is off by {values['tails']:.2g}"),
+    }
 
-    def scores(self, allowed: float = 0.0) -> list[tuple[float, str, str]]:
-        """z-scores, each with its name and a text; a mean and a std may be off by `allowed`."""
-        # Wilson and Hilferty: the cube root of a chi-squared variable is nearly normal.
-        spread, root = 2 / (9 * self.count), self.std ** (2 / 3)
-        of_std = max(abs(root - (1 - spread)) - 2 / 3 * allowed, 0.0) / math.sqrt(spread)
-        of_mean = max(abs(self.mean) - allowed, 0.0) * math.sqrt(self.count)
-        # Long tails are skewed to the right, see `limits.skew`.
-        of_tails = abs(self.tails) * math.sqrt(self.count / 24) / (skew(self.count) if self.tails > 0 else 1)
-        return [
-            (of_std, "std", f"has std {self.std:.4g} instead of 1"),
-            (of_mean, "mean", f"has mean {self.mean:.3g} instead of 0"),
-            (of_tails, "fourth moment", f"is not normal: its fourth moment is off by {self.tails:.2g}"),
-        ]
+    def errors(moment: Moment) -> float:
+        low, high = ranges(count, gap)[moment]
+        middle = 1.0 if moment == "std" else 0.0
+        bound = high if values[moment] > middle else low
+        return ERRORS * (values[moment] - middle) / (bound - middle)
 
-
-def _moments(noise: Tensor) -> _Moments:
-    square = noise.double().square()
-    return _Moments(
-        mean=float(noise.double().mean()),
-        std=float(square.mean().sqrt()),
-        tails=float((square.square() - 6 * square + 3).mean()),
-        count=noise.numel(),
-    )
+    worst = max(words, key=errors)
+    return errors(worst), *words[worst]
 
 
 def check_seeds(exam: Exam) -> Finding:
@@ -244,10 +239,11 @@ def check_captured_noise(captured: Captured) -> Finding:
         told += "; noise of the window's steps is not judged, since its replay differs or was not made, or its latents "
         told += "were clamped"
     elif legs.convention is not None:  # else its spread is that of the noise level
-        z, _, text = max(_moments(legs.noise).scores(stack.velocity_error))
-        if z > ERRORS:
+        values = Metrics.from_stats(moments(legs.noise)).compute()
+        errors, _, text = _worst_moment(values, legs.noise.numel(), gap=stack.velocity_error)
+        if errors > ERRORS:
             return failed(
-                f"the noise of the window's steps {text}, {z:.3g} standard deviations off; log-probs agree with the "
+                f"the noise of the window's steps {text}, {errors:.3g} standard errors off; log-probs agree with the "
                 "replay, so that their mean and std are right",
                 "add s times standard normal noise to the step's mean",
                 cause="noise_scale",

@@ -11,6 +11,7 @@ from flowcorr.instruments.doctor.checks.noise import check_captured_noise, check
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.trials import run_trials
 from flowcorr.instruments.page import exit_code
+from flowcorr.questions.question import ERRORS
 from tests.planted.plants import forgets_the_seed, seeds_by_place, uniform
 
 TRUE = sde.step_noise
@@ -116,7 +117,7 @@ def test_the_smallest_deviation_depends_on_the_elements(shared_run, samples, dev
     finding = check_noise(Drawn(shared_run, samples, lambda noise: (1 + deviation) * noise).exam)
     assert finding.level == status
     if not deviation:
-        smallest = finding.numbers["limit"] / math.sqrt(2 * 2 * samples * 2 * 512)
+        smallest = ERRORS / math.sqrt(2 * 2 * samples * 2 * 512)
         assert finding.numbers["least_std_error"] == pytest.approx(smallest)
 
 
@@ -128,7 +129,7 @@ def test_false_alarms_are_rare(shared_run):
         noise = torch.randn(16, 64, generator=draw)
         correlation, _ = checks.largest_correlation(noise)
         largest = max(largest, math.sqrt(-63 * math.log(1 - correlation**2)))
-    assert 3.0 < largest < math.sqrt(2 * math.log(122 / checks.FALSE_ALARMS))
+    assert 3.0 < largest < math.sqrt(2 * math.log(120 / checks.FALSE_ALARMS))
 
 
 def test_noise_without_a_seed(small_run):
