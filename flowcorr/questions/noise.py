@@ -26,24 +26,30 @@ from flowcorr.sde.transition import over_elements
 _ROUNDED = (torch.bfloat16, torch.float16)  # to which an engine may round its noise
 
 
-class NoiseMeter:
-    """Adds up the noise of a training step's batch, part by part.
+class FirstScores:
+    """The observer of the first scores that a step's batch gets: measures the noise and the residuals of its window.
 
     Args:
-        rollout: the batch.
-        config: the run's configuration.
+        rollout: the batch, with its members.
+        actor: scores it.
+        training_step: seeded its noise.
     """
 
-    def __init__(self, rollout: Rollout, config: Config) -> None:
-        self._sampling, self._fresh = config.sampling, scored_by_sampler(config)
+    def __init__(self, rollout: Rollout, actor: DiffusionActor, training_step: int) -> None:
+        self._actor, self._training_step = actor, training_step
+        self._fresh = scored_by_sampler(actor.config)
+        self._residuals = WindowResiduals(rollout, noise=True, velocity=self._fresh)
         self._beside = torch.zeros(3, dtype=torch.float64)
         self._parts: list[Metrics] = []
         self._num_terms = 0
         self._together = rollout.window.latents.new_zeros(rollout.num_elements, dtype=torch.float64)
 
-    def add(self, part: Compared) -> None:
-        """Add the terms of a part of the batch whose scores are finite."""
-        rollout, scores = part.rollout, part.scores
+    def __call__(self, rollout: Rollout, scores: Scores) -> None:
+        """Add a part of the batch; terms whose scores are not finite are left out."""
+        part = Compared(
+            rollout=rollout, actor=self._actor, training_step=self._training_step, given_scores=scores
+        )
+        self._residuals.add(part)
         window, finite = rollout.window, part.log_probs.isfinite()
         means, stds = part.means[finite], scores.stds.detach()[finite]
         noise = ((window.next_latents[finite] - means) / over_elements(stds, means)).flatten(1)
@@ -64,7 +70,7 @@ class NoiseMeter:
         self._parts.append(Metrics.from_stats(stats))
 
     def metrics(self) -> Metrics:
-        """`rollout/noise_*` of all terms that were added. All ranks have to call it together."""
+        """`rollout/noise_*` and terms of residuals, of all that was added. All ranks have to call it together."""
         every = torch.cat([self._together, self._beside.to(self._together.device)])
         together, beside = distributed.add_up(every, "the noise of the SDE steps").split(
             [len(self._together), 3]
@@ -75,12 +81,12 @@ class NoiseMeter:
             "rollout/noise_shared_by": shared,
             "rollout/noise_z_max": maximum(standard_errors(beside[:, None])[0]),
         }
-        return Metrics.merged([*self._parts, Metrics.from_stats(stats)])
+        return Metrics.merged([*self._parts, Metrics.from_stats(stats), self._residuals.metrics()])
 
     def _std(self, log_probs: Tensor, stds: Tensor, num_elements: int) -> Stat:
         """The std around 0 that the rollout's own log-probs imply; a difference of the means does not change it."""
-        known = log_probs.isfinite()
-        variance = sde.noise_variance(log_probs[known], stds[known], cps_unscaled=self._sampling.cps_unscaled)
+        known, unscaled = log_probs.isfinite(), self._actor.config.sampling.cps_unscaled
+        variance = sde.noise_variance(log_probs[known], stds[known], cps_unscaled=unscaled)
         variance = variance.clamp(min=0)  # below, the log-probs are higher than those of any latents
         squares = variance.sum(dtype=torch.float64) * num_elements
         return _root_mean_square(squares, variance.numel() * num_elements)
@@ -168,30 +174,3 @@ class WindowResiduals:
         )
         zeros = added.new_zeros(len(self._groups), *added.shape[1:])
         self._sums.setdefault(name, zeros).index_add_(0, places, added)
-
-
-class FirstScores:
-    """The observer of the first scores that a step's batch gets: measures the noise and the residuals of its window.
-
-    Args:
-        rollout: the batch, with its members.
-        actor: scores it.
-        training_step: seeded its noise.
-    """
-
-    def __init__(self, rollout: Rollout, actor: DiffusionActor, training_step: int) -> None:
-        self._actor, self._training_step = actor, training_step
-        self._noise = NoiseMeter(rollout, actor.config)
-        self._residuals = WindowResiduals(rollout, noise=True, velocity=scored_by_sampler(actor.config))
-
-    def __call__(self, part: Rollout, scores: Scores) -> None:
-        """Add a part of the batch, with its scores."""
-        compared = Compared(
-            rollout=part, actor=self._actor, training_step=self._training_step, given_scores=scores
-        )
-        self._noise.add(compared)
-        self._residuals.add(compared)
-
-    def metrics(self) -> Metrics:
-        """All that was measured. All ranks have to call it together."""
-        return Metrics.merged([self._noise.metrics(), self._residuals.metrics()])

@@ -17,9 +17,8 @@ from flowcorr.instruments.finding import Report
 from flowcorr.instruments.rules import NUM_ELEMENTS, units_of
 from flowcorr.metrics import Metrics
 from flowcorr.models.prompt_cache import PromptCache
-from flowcorr.questions.compared import Compared
-from flowcorr.questions.noise import NoiseMeter
-from flowcorr.records import Prompt, Rollout, Scores
+from flowcorr.questions.noise import FirstScores
+from flowcorr.records import Prompt
 from flowcorr.rewards import RewardOutput
 from flowcorr.rollout import InProcessEngine
 from flowcorr.rollout.precision import ROUNDINGS, coarse_weights, trainer_quantization
@@ -135,12 +134,8 @@ class Bench:
         samples = collect(run, self._prompts, range(len(self._prompts)), TRAINING_STEP)
         scored, _ = score(run, samples)
         rollout = samples.rollout
-        noise = NoiseMeter(rollout, config)
-
-        def observe(part: Rollout, scores: Scores) -> None:
-            noise.add(Compared(rollout=part, actor=actor, training_step=TRAINING_STEP, given_scores=scores))
-
-        old = actor.log_probs(rollout, observe=observe)
+        noise = FirstScores(rollout, actor, TRAINING_STEP)
+        old = actor.log_probs(rollout, observe=noise)
         replay, window = measure_replay(run, samples, scored, TRAINING_STEP)
         metrics = Metrics.merged(
             [

@@ -9,7 +9,7 @@ import torch
 from flowcorr import sde
 from flowcorr.instruments.metrics.rule import Units
 from flowcorr.questions.compared import Compared
-from flowcorr.questions.noise import FirstScores, NoiseMeter, WindowResiduals, scored_by_sampler
+from flowcorr.questions.noise import FirstScores, WindowResiduals, scored_by_sampler
 from flowcorr.questions.residual_terms import RESIDUALS
 from tests.judging import examine_step
 
@@ -26,10 +26,10 @@ def compared(run, rollout, scores):
 def measured(run, rollout=None):
     """`rollout/noise_*` of the pass that computes old log-probs, and the gap that goes with it."""
     rollout = run.sample(with_means=False) if rollout is None else rollout
-    meter = NoiseMeter(rollout, run.config)
-    scores = run.actor.log_probs(rollout, observe=lambda *part: meter.add(compared(run, *part)))
+    first_scores = FirstScores(rollout, run.actor, STEP)
+    scores = run.actor.log_probs(rollout, observe=first_scores)
     gap = (scores.log_probs - rollout.log_probs).abs().mean().item()
-    return {**meter.metrics().compute(), "rollout_corr/logprob_abs_diff_mean": gap}
+    return {**first_scores.metrics().compute(), "rollout_corr/logprob_abs_diff_mean": gap}
 
 
 def named(run, values):
@@ -67,8 +67,8 @@ def test_a_longer_velocity_moves_step_means_by_as_large_a_share_of_its_distance(
     run = make_run(sampling=sampling)
     rollout = run.sample()
     scores = run.actor.log_probs(rollout, with_means=True)
-    meter = NoiseMeter(rollout, run.config)
-    meter.add(compared(run, rollout, scores))
+    first_scores = FirstScores(rollout, run.actor, STEP)
+    first_scores(rollout, scores)
     window = rollout.window
     still = sde.transition(
         run.config.sampling.sde_type,
@@ -79,7 +79,7 @@ def test_a_longer_velocity_moves_step_means_by_as_large_a_share_of_its_distance(
         run.config.sampling.noise_level,
     ).mean
     kl = sde.step_kl(scores.means + 0.01 * (scores.means - still), scores.means, scores.stds)
-    distance = meter.metrics().compute()["rollout/velocity_distance"]
+    distance = first_scores.metrics().compute()["rollout/velocity_distance"]
     assert (0.01 * distance) ** 2 / 2 == pytest.approx(kl.mean().item(), rel=1e-3)
 
 
@@ -145,16 +145,16 @@ def test_noise_that_is_shared(make_run, monkeypatch, same, sharing):
 def test_terms_without_a_finite_score_are_left_out(make_run):
     run = make_run()
     rollout = run.sample()
-    meter, some = (NoiseMeter(rollout, run.config) for _ in range(2))
+    first_scores, some = (FirstScores(rollout, run.actor, STEP) for _ in range(2))
     scores = run.actor.log_probs(rollout, with_means=True)
     scores.log_probs[2, 1] = scores.means[2, 1] = math.nan
-    meter.add(compared(run, rollout, scores))
+    first_scores(rollout, scores)
     for rows in (slice(0, 2), slice(3, None)):
-        some.add(compared(run, rollout.select(rows), scores.select(torch.arange(8)[rows])))
+        some(rollout.select(rows), scores.select(torch.arange(8)[rows]))
     first = rollout.select(slice(2, 3)).step(0)
     one = replace(scores, **{name: getattr(scores, name)[2:3, :1] for name in ("log_probs", "means", "stds")})
-    some.add(compared(run, first, one))
-    assert meter.metrics().compute() == pytest.approx(some.metrics().compute(), rel=1e-5)
+    some(first, one)
+    assert first_scores.metrics().compute() == pytest.approx(some.metrics().compute(), rel=1e-5)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -186,17 +186,17 @@ def test_a_second_epoch_is_not_observed_where_the_first_took_no_optimizer_step(m
     rollout = run.sample()
     nothing = torch.zeros_like(rollout.log_probs, dtype=torch.bool)
     batch = replace(run.batch(rollout), old_log_probs=rollout.log_probs, keep=nothing)
-    meter, seen = NoiseMeter(rollout, run.config), []
+    first_scores, seen = FirstScores(rollout, run.actor, STEP), []
 
     def observe(part, scores):
         seen.append(part.num_samples * part.num_steps)
-        meter.add(compared(run, part, scores))
+        first_scores(part, scores)
 
     run.actor.update(batch, run.config.algorithm.rollout_correction, training_step=1, observe=observe)
     assert sum(seen) == rollout.log_probs.numel()
-    once = NoiseMeter(rollout, run.config)
-    once.add(compared(run, rollout, run.actor.log_probs(rollout, with_means=True)))
-    assert meter.metrics().compute() == pytest.approx(once.metrics().compute(), rel=1e-4)
+    once = FirstScores(rollout, run.actor, STEP)
+    once(rollout, run.actor.log_probs(rollout, with_means=True))
+    assert first_scores.metrics().compute() == pytest.approx(once.metrics().compute(), rel=1e-4)
 
 
 SEEDED = {
