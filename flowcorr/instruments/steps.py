@@ -44,8 +44,8 @@ from flowcorr.losses.table import CLIP
 from flowcorr.metrics import Metrics, maximum
 from flowcorr.records import Terms
 from flowcorr.rewards import RewardOutput
+from flowcorr.rewards.statistics import reward_metrics
 from flowcorr.trainer import run_config
-from flowcorr.trainer.measurements import reward_metrics
 from flowcorr.trainer.run_config import CONFIG_FILE, RunConfig, check_folder, is_file, near_run, read_config
 from flowcorr.trainer.run_folder import resume_command
 

@@ -21,12 +21,12 @@ from flowcorr.errors import BackendError, CheckpointError, ConfigError, unknown_
 from flowcorr.imports import source_of
 from flowcorr.records import ImageArray, Prompt
 from flowcorr.rewards import Reward, report_broken, score_batch, scored_ahead
+from flowcorr.rewards.statistics import image_statistics
 from flowcorr.rollout import OnImages, decode, sample_ode
 from flowcorr.rollout.base import actor_dtype
 from flowcorr.rollout.broken import find_broken
 from flowcorr.trainer import checkpoint, run_folder
 from flowcorr.trainer.checkpoint import TrainingState
-from flowcorr.trainer.image_statistics import image_statistics
 from flowcorr.trainer.images import MAX_PICTURES
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.run_config import imported_by_eval, read_config

@@ -15,16 +15,16 @@ from flowcorr.algorithm.terms import batch_terms
 from flowcorr.config.schema import Config
 from flowcorr.errors import BackendError, ConfigError
 from flowcorr.imports import import_target
-from flowcorr.metrics import Metrics, Over, Stat, maximum, mean, total
+from flowcorr.metrics import Metrics, Stat, maximum
 from flowcorr.questions.gap_split import measure_gap_split, splits_gap
 from flowcorr.questions.noise import WindowResiduals
 from flowcorr.questions.question import REWARD
 from flowcorr.questions.replay import replay_images, replay_metrics, replays, reward_gaps
 from flowcorr.records import ActorBatch, Scores, Terms
 from flowcorr.rewards import RewardOutput, score_batch
+from flowcorr.rewards.statistics import image_metrics, reward_metrics
 from flowcorr.rollout.precision import usual_gap
 from flowcorr.trainer.collect import Samples
-from flowcorr.trainer.image_statistics import image_metrics
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.timing import Stopwatch
 
@@ -167,29 +167,3 @@ def _measured(path: str, value: Any) -> Stat:
         f"trainer.metrics={path!r}: its measure returned a {type(value).__name__}; return a stat of flowcorr.metrics, "
         "such as mean(values.sum(), count), which merges over parts and ranks"
     )
-
-
-def reward_metrics(scored: RewardOutput, failed: np.ndarray, groups: np.ndarray) -> Metrics:
-    """The `reward/*` metrics of a step, over the samples that were scored.
-
-    Args:
-        scored: what the reward returned, `[B]`.
-        failed: `[B]` bool, samples without a score.
-        groups: `[B]`, the samples' groups.
-    """
-    scores = torch.as_tensor(scored.scores[~failed])
-    good = Over(torch.ones_like(scores, dtype=torch.bool))
-    members = [scored.scores[(groups == group) & ~failed] for group in np.unique(groups)]
-    flat = sum(int(len(member) < 2 or np.ptp(member) == 0) for member in members)
-    stats = {
-        "reward/mean": good.mean(scores),
-        "reward/std": good.std(scores),
-        "reward/min": good.min(scores),
-        "reward/max": good.max(scores),
-        "reward/failed_samples": total(int(failed.sum())),
-        "reward/zero_std_group_fraction": mean(flat, len(members)),
-    }
-    for name, values in scored.extra.items():  # a rank may lack some of them
-        finite = values[np.isfinite(values)]
-        stats[f"reward/{name}"] = mean(finite.sum(), len(finite))
-    return Metrics.from_stats(stats)

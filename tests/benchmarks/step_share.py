@@ -21,7 +21,7 @@ from flowcorr.algorithm import apply_rollout_correction_to_diffusion_batch, diff
 from flowcorr.algorithm.terms import batch_terms
 from flowcorr.metrics import Metrics
 from flowcorr.records import ActorBatch, Scores
-from flowcorr.trainer.image_statistics import image_metrics
+from flowcorr.rewards.statistics import image_metrics
 from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.step import train_step
 from tests.rollouts import make_rollout

@@ -13,8 +13,8 @@ from flowcorr.config import ModelConfig, RewardTerm
 from flowcorr.models import load_family
 from flowcorr.records import Prompt
 from flowcorr.rewards import build_reward
+from flowcorr.rewards.statistics import image_metrics
 from flowcorr.rollout.sampler import decode
-from flowcorr.trainer.image_statistics import image_metrics
 
 FRAMES, SIDE = 9, 64
 VIDEO = FRAMES * SIDE * SIDE * 3  # bytes of one as uint8

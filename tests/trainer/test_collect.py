@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from flowcorr.errors import BackendError
+from flowcorr.rewards.statistics import image_statistics
 from flowcorr.rollout.sampler import MISSING
 from flowcorr.trainer.collect import collect, score
 from flowcorr.trainer.evaluate import evaluate
-from flowcorr.trainer.image_statistics import image_statistics
 from flowcorr.trainer.images import labelled
 from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.step import train_step

@@ -1,24 +1,36 @@
-"""What a training step measures of its samples."""
+"""Metrics of one's own, over the parts of a batch."""
 
-import numpy as np
+from dataclasses import replace
+
 import pytest
 
-from flowcorr.rewards import RewardOutput
-from flowcorr.trainer.measurements import reward_metrics
+from flowcorr.algorithm.terms import batch_terms
+from flowcorr.errors import ConfigError
+from flowcorr.instruments.metrics import Metric
+from flowcorr.metrics import mean
+from flowcorr.trainer.measurements import own_metrics
+
+MEAN = Metric(
+    name="own/mean",
+    meaning="the mean log-prob.",
+    measure=lambda terms: mean(terms.rollout_log_prob.sum(), terms.rollout_log_prob.numel()),
+)
+PLAIN = Metric(name="own/plain", meaning="three.", measure=lambda terms: 3.0)
 
 
-def test_reward_metrics_are_of_the_scored_samples():
-    scored = RewardOutput(
-        scores=np.array([1.0, 3.0, np.nan, 2.0, 4.0, 4.0]),
-        extra={"exact_match": np.array([0.0, 1.0, np.nan, 1.0, 1.0, 1.0]), "none": np.full(6, np.nan)},
-    )
-    values = reward_metrics(scored, np.isnan(scored.scores), np.array([0, 0, 1, 1, 2, 2])).compute()
-    assert values == {
-        "reward/failed_samples": 1,
-        "reward/mean": pytest.approx(14 / 5),
-        "reward/std": pytest.approx(np.std([1, 3, 2, 4, 4], ddof=1)),
-        "reward/min": 1,
-        "reward/max": 4,
-        "reward/exact_match": pytest.approx(4 / 5),
-        "reward/zero_std_group_fraction": pytest.approx(2 / 3),
-    }
+def with_metrics(settings, name):
+    return replace(settings, trainer=replace(settings.trainer, metrics=(f"{__name__}:{name}",)))
+
+
+def test_a_metric_of_ones_own_merges_over_parts(make_run):
+    run = make_run()
+    batch = run.batch()
+    parts = [batch_terms(batch.select(rows)) for rows in (slice(0, 2), slice(2, None))]
+    found = own_metrics(with_metrics(run.config, "MEAN"), parts).compute()
+    assert found == {"own/mean": pytest.approx(batch.rollout.log_probs.mean().item(), rel=1e-5)}
+
+
+def test_a_measure_without_a_stat_is_refused(make_run):
+    run = make_run()
+    with pytest.raises(ConfigError, match="PLAIN.*float"):
+        own_metrics(with_metrics(run.config, "PLAIN"), [batch_terms(run.batch())])

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from flowcorr.trainer.image_statistics import PER_GROUP, diversity, image_metrics, image_statistics
+from flowcorr.rewards import RewardOutput
+from flowcorr.rewards.statistics import PER_GROUP, diversity, image_metrics, image_statistics, reward_metrics
 
 
 def flat(*levels):
@@ -77,3 +78,20 @@ def test_a_video_that_stands_still_has_no_motion():
     values = image_statistics(np.stack([flat(0, 51, 0), flat(9, 9, 9)]))
     assert values["motion"] == pytest.approx([0.2, 0])
     assert "motion" not in image_statistics(np.stack([flat(5)]))  # one frame has no neighbour
+
+
+def test_reward_metrics_are_of_the_scored_samples():
+    scored = RewardOutput(
+        scores=np.array([1.0, 3.0, np.nan, 2.0, 4.0, 4.0]),
+        extra={"exact_match": np.array([0.0, 1.0, np.nan, 1.0, 1.0, 1.0]), "none": np.full(6, np.nan)},
+    )
+    values = reward_metrics(scored, np.isnan(scored.scores), np.array([0, 0, 1, 1, 2, 2])).compute()
+    assert values == {
+        "reward/failed_samples": 1,
+        "reward/mean": pytest.approx(14 / 5),
+        "reward/std": pytest.approx(np.std([1, 3, 2, 4, 4], ddof=1)),
+        "reward/min": 1,
+        "reward/max": 4,
+        "reward/exact_match": pytest.approx(4 / 5),
+        "reward/zero_std_group_fraction": pytest.approx(2 / 3),
+    }

@@ -1,4 +1,4 @@
-"""Statistics of images, which show what a reward does not: it may rise while the images get worse.
+"""Statistics of rewards, and of images, which show more than a reward: it may rise while the images get worse.
 
 No statistic is ever optimised. One that drifts far from its start while the reward rises is the usual sign that the
 policy exploits the reward, see `flowcorr.instruments.rules`.
@@ -11,8 +11,9 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from flowcorr.metrics import Metrics, mean
+from flowcorr.metrics import Metrics, Over, mean, total
 from flowcorr.records import ImageArray
+from flowcorr.rewards.base import RewardOutput
 from flowcorr.rewards.jpeg import BYTES_PER_KB, jpeg_kilobytes
 
 DARK = 0.2  # of the largest luma
@@ -53,6 +54,32 @@ def image_metrics(images: ImageArray, groups: np.ndarray, whole: np.ndarray) -> 
     return Metrics.from_stats(
         {f"reward/image/{name}": mean(value.sum(), len(value)) for name, value in values.items()}
     )
+
+
+def reward_metrics(scored: RewardOutput, failed: np.ndarray, groups: np.ndarray) -> Metrics:
+    """The `reward/*` metrics of a step, over the samples that were scored.
+
+    Args:
+        scored: what the reward returned, `[B]`.
+        failed: `[B]` bool, samples without a score.
+        groups: `[B]`, the samples' groups.
+    """
+    scores = torch.as_tensor(scored.scores[~failed])
+    good = Over(torch.ones_like(scores, dtype=torch.bool))
+    members = [scored.scores[(groups == group) & ~failed] for group in np.unique(groups)]
+    flat = sum(int(len(member) < 2 or np.ptp(member) == 0) for member in members)
+    stats = {
+        "reward/mean": good.mean(scores),
+        "reward/std": good.std(scores),
+        "reward/min": good.min(scores),
+        "reward/max": good.max(scores),
+        "reward/failed_samples": total(int(failed.sum())),
+        "reward/zero_std_group_fraction": mean(flat, len(members)),
+    }
+    for name, values in scored.extra.items():  # a rank may lack some of them
+        finite = values[np.isfinite(values)]
+        stats[f"reward/{name}"] = mean(finite.sum(), len(finite))
+    return Metrics.from_stats(stats)
 
 
 def _statistics(frames: np.ndarray) -> dict[str, float]:
