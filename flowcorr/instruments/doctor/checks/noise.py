@@ -215,11 +215,12 @@ def check_captured_noise(captured: Captured) -> Finding:
         )
     again = {right for _, right in twins}  # the noise of an earlier sample, which tells nothing more
     drawn = flat[[row for row in range(len(flat)) if row not in again]]
-    size = drawn.numel()
-    mean, std = float(drawn.mean()), float(drawn.std())
-    if not (abs(mean) <= ERRORS / math.sqrt(size) and abs(std - 1) <= ERRORS / math.sqrt(2 * size)):
+    values = Metrics.from_stats(moments(drawn)).compute()
+    errors, _, text = _worst_moment(values, drawn.numel())
+    if not errors <= ERRORS:
         return failed(
-            f"the initial noise is not standard normal; mean {mean:.3g}, std {std:.4g}",
+            f"the initial noise {text}, {errors:.3g} standard errors off; mean {values['mean']:.3g}, std "
+            f"{values['std']:.4g}",
             remedy,
             cause="noise_scale",
             confidence="certain",
@@ -239,9 +240,9 @@ def check_captured_noise(captured: Captured) -> Finding:
         told += "; noise of the window's steps is not judged, since its replay differs or was not made, or its latents "
         told += "were clamped"
     elif legs.convention is not None:  # else its spread is that of the noise level
-        values = Metrics.from_stats(moments(legs.noise)).compute()
-        errors, _, text = _worst_moment(values, legs.noise.numel(), gap=stack.velocity_error)
-        if errors > ERRORS:
+        of_steps = Metrics.from_stats(moments(legs.noise)).compute()
+        errors, _, text = _worst_moment(of_steps, legs.noise.numel(), gap=stack.velocity_error)
+        if not errors <= ERRORS:
             return failed(
                 f"the noise of the window's steps {text}, {errors:.3g} standard errors off; log-probs agree with the "
                 "replay, so that their mean and std are right",
@@ -249,7 +250,9 @@ def check_captured_noise(captured: Captured) -> Finding:
                 cause="noise_scale",
                 confidence="certain",
             )
-    return passed(f"standard normal, and drawn once{told}; initial noise: mean {mean:.2g}, std {std:.4g}")
+    return passed(
+        f"standard normal, and drawn once{told}; initial noise: mean {values['mean']:.2g}, std {values['std']:.4g}"
+    )
 
 
 def check_captured_latents(captured: Captured) -> Finding | None:

@@ -13,6 +13,7 @@ from flowcorr.models import DTYPES
 from flowcorr.questions.compared import velocity_gaps
 from flowcorr.questions.outside import LegName, Repeated, errors_by_leg, repeat_outside, window_units
 from flowcorr.questions.question import AFTER, BEFORE, BETWEEN, Question
+from flowcorr.questions.residual_terms import share
 from flowcorr.rollout.precision import coarse_weights
 
 # Share of a leg's way, of its initial noise, and of one of its steps that may be too much or too little; rounding to
@@ -70,14 +71,13 @@ def _systematic(leg: Repeated) -> tuple[str, float, float] | None:
     if leg.leg.name == "before":
         directions.insert(0, ("of the initial noise is too {} in the steps", leg.leg.begin, START))
     for text, direction, limit in directions:
-        rows = direction.flatten(1).double()
-        rows = rows[taken := rows.any(1)]
-        factors = (leg.gap.flatten(1).double()[taken] * rows).sum(1) / rows.square().sum(1)
+        taken = direction.flatten(1).any(1)
+        factors = share(leg.gap[taken], direction[taken])
         factor = factors.median()
         error = (
             1.86 * (factors - factor).abs().median() / len(factors) ** 0.5
         )  # of the median of normal factors
         if abs(factor) > limit and abs(factor) > FACTOR_ERRORS * error and len(factors) >= FEWEST:
-            share = percent(abs(float(factor)))
-            return f"{share} {text.format('much' if factor > 0 else 'little')}", float(factor), limit
+            part = percent(abs(float(factor)))
+            return f"{part} {text.format('much' if factor > 0 else 'little')}", float(factor), limit
     return None
