@@ -24,16 +24,23 @@ import torch
 from torch import Tensor
 
 from flowcorr.algorithm.apply import correct
+from flowcorr.algorithm.centering import centred
 from flowcorr.correction import PRESETS, RolloutCorrectionConfig
 from flowcorr.correction.bounds import SCALES, scale_factor
 from flowcorr.errors import ConfigError, unknown_choice
-from flowcorr.losses import flow_grpo, reinforce
+from flowcorr.losses import LOSSES, flow_grpo, reinforce
 from flowcorr.records import Terms
 from flowcorr.sde import transition
 
 SCHEDULE_STEPS = 10
 NOISE_LEVEL = 0.7
 DEFAULT_CLIP = 1e-3  # as `actor.clip_ratio`
+CENTRED = {
+    "disabled": "centred",
+    "decoupled_token_is": "centred_token_is",
+    "bypass_ppo_clip": "centred_bypass",
+}
+"""Names of presets with score centering."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,41 +289,59 @@ def estimate(
 ) -> Estimates:
     """Gradient of the corrected loss at the first update, where the current policy is the old one.
 
-    Correction and loss are the trainer's own; the loss is differentiated by its log-probs with autograd, and the
-    chain is closed by the exact score.
+    Correction and loss are the trainer's own, differentiated with autograd by a `theta` of each sample, in which
+    log-probs are linear to first order and exact KLs are squares.
     """
     target, rollout = trajectories.target_log_prob, trajectories.rollout_log_prob
-    log_prob = target.clone().requires_grad_()
+    theta = torch.zeros(len(target), 2, dtype=torch.float64, requires_grad=True)
+    log_prob = target + (trajectories.score * theta[:, None]).sum(-1) / flow.num_elements
+    bypass = config.mode == "bypass"
+    rollout_kl, old_kl = (
+        _step_kl(flow, theta, shift) for shift in (flow.shift, torch.zeros_like(flow.shift))
+    )
     terms = Terms(
         log_prob=log_prob,
-        old_log_prob=rollout if config.mode == "bypass" else target,
+        old_log_prob=rollout if bypass else target,
         rollout_log_prob=rollout,
         advantage=trajectories.advantage[:, None].expand_as(target),
         std=torch.full_like(target, math.nan),
         step=torch.full_like(target, math.nan),
         step_index=torch.arange(flow.num_steps).expand_as(target),
+        old_kl=rollout_kl if bypass else old_kl,
+        rollout_kl=rollout_kl,
+        old_rollout_kl=torch.zeros_like(target) if bypass else rollout_kl.detach(),
         num_elements=flow.num_elements,
     )
-    if config.mode == "bypass" and config.bypass_scope == "step":
+    if bypass and config.bypass_scope == "step":
         terms = terms.per_term()  # every term is a trajectory of its own, as the trainer hands it to the loss
     terms, metrics = correct(terms, config, num_steps=flow.num_steps)
     assert terms.keep is not None
+    weighs = bypass and config.loss_type == "reinforce"
+    if config.score_centering:
+        terms = centred(terms, config, LOSSES["reinforce" if weighs else "flow_grpo"])
     options: dict[str, Any] = {"adv_clip_max": math.inf, "weight": terms.weight, "keep": terms.keep}
-    if config.mode == "bypass" and config.loss_type == "reinforce":
+    if weighs:
         output = reinforce(terms.log_prob, terms.advantage, **options)
     else:
         output = flow_grpo(
             terms.log_prob, terms.old_log_prob, terms.advantage, clip_ratio=clip_ratio, **options
         )
-    (slope,) = torch.autograd.grad(output.loss_sum, log_prob)
+    (gradient,) = torch.autograd.grad(output.loss_sum, theta)
     keep = terms.keep.view(target.shape)
     counted = keep if config.rollout_rs_denominator == "kept" else torch.ones_like(keep)
     return Estimates(
-        gradient=-(slope[..., None] * trajectories.score).sum(1),
+        gradient=-flow.num_elements * gradient,
         counted=counted.sum(1),
         metrics=metrics.compute(),
         num_steps=flow.num_steps,
     )
+
+
+def _step_kl(flow: LinearFlow, theta: Tensor, shift: Tensor) -> Tensor:
+    """`[M, T]`, exact KL of the steps of `theta` `[M, 2]` from steps `shift` `[3]` off, nats a latent element."""
+    steps = steps_of(flow.num_steps)
+    moved = (steps.lever / steps.std)[:, None] * theta[:, None] - shift[:2]
+    return (moved.square().sum(-1) + shift[2].square()) / (2 * flow.num_elements)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -437,7 +462,7 @@ class Arm:
 
 
 def arms(scales: Sequence[str] = SCALES) -> Iterator[Arm]:
-    """Every preset but aliases, at every scale where one acts; last `exact_seq_is`, uncapped density ratios."""
+    """Every preset but aliases, at every scale where one acts; centred ones; `exact_seq_is`, uncapped ratios."""
     for preset in PRESETS:
         config = RolloutCorrectionConfig.from_preset(preset)
         if config.rollout_is is None and config.rollout_rs is None:
@@ -446,6 +471,11 @@ def arms(scales: Sequence[str] = SCALES) -> Iterator[Arm]:
         for scale in scales:
             scaled = RolloutCorrectionConfig.from_preset(preset, log_ratio_scale=scale)
             yield Arm(name=preset, scale=scale, config=scaled)
+    for preset, label in CENTRED.items():
+        for scale in scales if preset == "decoupled_token_is" else ("-",):
+            keys = {} if scale == "-" else {"log_ratio_scale": scale}
+            config = RolloutCorrectionConfig.from_preset(preset, score_centering=True, **keys)
+            yield Arm(name=label, scale=scale, config=config)
     exact = RolloutCorrectionConfig.from_preset(
         "decoupled_seq_is", rollout_is_threshold=math.inf, log_ratio_scale="sum"
     )

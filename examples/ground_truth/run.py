@@ -40,6 +40,11 @@ TABLE_ROWS = (
     ("decoupled_geo_rs", "mean", "geometric RS, `mean`"),
     ("decoupled_k3_rs", "sum", "K3 RS, `sum`"),
     ("bypass_ppo_clip", "-", "bypass, clip 1e-3"),
+    ("centred", "-", "centred"),
+    ("centred_token_is", "mean", "centred, token TIS, `mean`"),
+    ("centred_token_is", "sqrt", "centred, token TIS, `sqrt`"),
+    ("centred_token_is", "sum", "centred, token TIS, `sum`"),
+    ("centred_bypass", "-", "centred, bypass, clip 1e-3"),
 )
 TABLE_COLUMNS = (
     (2, "random", 512, 1e-2),

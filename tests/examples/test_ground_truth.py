@@ -188,7 +188,7 @@ def test_estimate_is_the_gradient_of_the_trainers_loss_on_full_latents(name):
     data_mean = basis[:, :2] @ theta
     sigmas = torch.linspace(1, 0, ground.SCHEDULE_STEPS + 1, dtype=torch.float64).expand(samples, -1)
 
-    latents, steps, rollout_log_probs = [starts @ basis.T], [], []
+    latents, steps, drifted_steps = [starts @ basis.T], [], []
     for t in range(num_steps):
         velocity = ground.velocity(latents[-1], data_mean, sigmas[0, t])
         step = sde.transition(
@@ -196,11 +196,14 @@ def test_estimate_is_the_gradient_of_the_trainers_loss_on_full_latents(name):
         )
         drifted = replace(step, mean=step.mean.detach() + step.std[:, None] * (basis[:, :3] @ flow.shift))
         latents.append(sde.sample(drifted, noises[:, t]))
-        rollout_log_probs.append(sde.log_prob(latents[-1], drifted))
+        drifted_steps.append(drifted)
         steps.append(step)
-    log_prob = torch.stack([sde.log_prob(latents[t + 1], steps[t]) for t in range(num_steps)], 1)
+    log_prob, rollout_log_prob = (
+        torch.stack([sde.log_prob(latents[t + 1], taken[t]) for t in range(num_steps)], 1)
+        for taken in (steps, drifted_steps)
+    )
     torch.testing.assert_close(
-        log_prob.detach() - torch.stack(rollout_log_probs, 1),
+        log_prob.detach() - rollout_log_prob,
         trajectories.target_log_prob - trajectories.rollout_log_prob,
         rtol=1e-9,
         atol=1e-12,
@@ -215,11 +218,16 @@ def test_estimate_is_the_gradient_of_the_trainers_loss_on_full_latents(name):
         step_indices=index,
         sigmas=sigmas[:, :num_steps],
         sigmas_next=sigmas[:, 1 : num_steps + 1],
-        log_probs=torch.stack(rollout_log_probs, 1),
-        means=None,
-        stds=None,
+        log_probs=rollout_log_prob,
+        means=torch.stack([step.mean for step in drifted_steps], 1),
+        stds=torch.stack([step.std for step in drifted_steps], 1),
     )
-    batch = ActorBatch(rollout=rollout, advantages=trajectories.advantage, old_log_probs=log_prob.detach())
+    batch = ActorBatch(
+        rollout=rollout,
+        advantages=trajectories.advantage,
+        old_log_probs=log_prob.detach(),
+        old_means=torch.stack([step.mean.detach() for step in steps], 1),
+    )
     if config.bypass_mode:
         batch = apply_bypass_mode_to_diffusion_batch(batch)
     else:
@@ -292,9 +300,22 @@ def test_half_the_samples_are_worth_a_half():
     assert quality.worth_se < 0.05
 
 
+def test_centering_leaves_the_bias_and_lowers_the_variance():
+    """One shift for all states, and advantages of mean 0, which cancel what centering subtracts."""
+    flow = LinearFlow(num_elements=16384, num_steps=2, r=0.1, alignment=-1.0)
+    trajectories = ground.simulate(flow, ground.draw(8192, 2, seed=11))
+    plain, centred, exact, centred_exact = (
+        ground.assess(flow, trajectories, ground.estimate(flow, trajectories, ARMS[name].config), 64)
+        for name in ("disabled--", "centred--", "decoupled_token_is-sum", "centred_token_is-sum")
+    )
+    assert abs(plain.bias_along - centred.bias_along) < 4 * plain.bias_along_se
+    assert centred.variance < 0.6 * plain.variance
+    assert centred_exact.variance == pytest.approx(exact.variance)  # exact weights leave nothing to centre
+
+
 def test_arms_cover_every_preset_that_is_no_alias():
     names = {arm.name for arm in ARMS.values()}
-    assert names - {"exact_seq_is"} == set(PRESETS)
+    assert names - {"exact_seq_is", *ground.CENTRED.values()} == set(PRESETS)
     assert {arm.scale for arm in ARMS.values()} == {"-", "mean", "sqrt", "sum"}
 
 

@@ -23,6 +23,13 @@ def _usual_kl(units: Units) -> float:
     return distance**2 / 2 + error + _ROUNDED
 
 
+_CENTRE = (
+    "a tenth of the gradient or more follows from the gap and not from the rewards: "
+    "algorithm.rollout_correction.score_centering=true takes it away; where the gap is larger than precision and "
+    f"staleness explain, {DOCTOR}"
+)
+
+
 def _clips_nothing(units: Units) -> str:
     if units.bypass:
         return ""
@@ -34,12 +41,8 @@ def _clips_nothing(units: Units) -> str:
 
 def _drifts(units: Units) -> str:
     """Precision and old weights make it, too, so that it is no fault by itself."""
-    if units.config is not None and units.config.algorithm.rollout_correction.score_centering:
-        return "score_centering takes it away"
-    return (
-        "a tenth of the gradient or more follows from the gap and not from the rewards; score_centering: true takes it "
-        f"away; if the gap is larger than precision and staleness explain, {DOCTOR}"
-    )
+    centres = units.config is not None and units.config.algorithm.rollout_correction.score_centering
+    return "score_centering takes it away" if centres else _CENTRE
 
 
 def _clip_and_gap(units: Units, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -262,6 +265,7 @@ DRIFT = under(
             high=0.01,
             patience=PERSISTENT,
             noted=_drifts,
+            advice=_CENTRE,
         ),
     ),
     *RESIDUALS,
