@@ -30,8 +30,12 @@ FLOWCORR = {
     "flowcorr": ("rollout.batch_size=8", "actor.micro_batch_size=8", "actor.fold_steps=false"),
     "defaults": (),
     "compiled": ("actor.compile=true",),
+    "longer": ("sampling.post_window_stride=2",),
+    "longest": ("sampling.post_window_stride=8",),
 }
 """By name: overrides. The first has the batches of the others' loops."""
+LONGER = {"longer": 2, "longest": 8}
+"""The steps of the schedule that one step of these loops covers, for which a window has to leave room."""
 
 
 @dataclass(frozen=True)
