@@ -48,6 +48,19 @@ def runs(tmp_path_factory):
     return folder / "dumped", folder / "plain"
 
 
+def test_longer_steps_after_the_window_leave_what_a_step_dumps(tmp_path):
+    dumped = []
+    for stride in (1, 2):
+        folder = tmp_path / str(stride)
+        steps = ("sampling.num_inference_steps=5", f"sampling.post_window_stride={stride}")
+        trainer.train(small_config(*steps, "trainer.total_steps=1", "trainer.dump_log_probs=true"), folder)
+        dumped.append(dumps.load(dumps.files(folder)[1]).tensors())
+    whole, longer = dumped
+    for name in ("step_indices", "timesteps", "sigmas", "sigmas_next", "rollout_log_probs", "old_log_probs"):
+        assert torch.equal(longer[name], whole[name]), name
+    assert not torch.equal(longer["rewards"], whole["rewards"])
+
+
 def assert_same(one, other):
     assert (one.num_elements, one.bypass) == (other.num_elements, other.bypass)
     assert one.tensors().keys() == other.tensors().keys()

@@ -21,7 +21,7 @@ from flowcorr.advantages import group_advantages
 from flowcorr.config import resolve_engine
 from flowcorr.config.schema import Config
 from flowcorr.data import PromptStream, load_prompts
-from flowcorr.errors import ConfigError
+from flowcorr.errors import BackendError, ConfigError
 from flowcorr.instruments.audit.gap import measure_gap
 from flowcorr.instruments.audit.measure import NUM_BATCHES, Seconds, few_prompts
 from flowcorr.instruments.audit.tables import joint_nats
@@ -77,7 +77,8 @@ def audit_savings(
     Raises:
         ConfigError: `num_batches` is below 1, or something in `config` cannot work.
         CheckpointError: the checkpoint is missing or damaged.
-        BackendError: an engine does not start, or the reward failed on a sample.
+        BackendError: the recipe's engine does not start, or the reward failed on a sample. A saving with such an error
+            is told as not measured.
     """
     if num_batches < 1:
         raise ConfigError(f"--batches {num_batches} measures nothing; use 1 or more")
@@ -87,7 +88,13 @@ def audit_savings(
     measure = partial(_measure, batches=batches, run=run)
     own, rows, findings = measure(config), [], []
     for name, changed in savings_of(config).items():
-        found = measure(changed)
+        try:
+            found = measure(changed)
+        except (ConfigError, BackendError) as error:
+            findings.append(
+                Finding(level="note", cause="saving", sentence=f"{name}: not measured, since {error}")
+            )
+            continue
         row = _row(name, own, found, config)
         rows.append(row)
         findings.append(_finding(dict(zip(_NAMES, row, strict=True))))

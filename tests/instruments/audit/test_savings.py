@@ -11,6 +11,7 @@ import pytest
 from flowcorr.cli import main
 from flowcorr.config import RewardConfig, RewardTerm, load
 from flowcorr.errors import ConfigError
+from flowcorr.instruments.audit import savings
 from flowcorr.instruments.audit.savings import (
     audit_savings,
     cosine,
@@ -90,6 +91,17 @@ def test_each_saving_says_what_it_changes(small):
     lines = [finding for finding in report.findings if finding.cause == "saving"]
     assert [finding.sentence.partition(":")[0] for finding in lines] == list(rows)
     assert report.fact("num_prompts") == 4
+
+
+def test_a_saving_that_an_engine_refuses_is_told_as_not_measured(small, monkeypatch):
+    config = replace(small(sampling=LONG, rollout={"prompts_per_step": 2, "n": 2}), reward=JPEG)
+    refused = replace(config, sampling=replace(config.sampling, height=17))
+    cheaper = replace(config, sampling=replace(config.sampling, post_window_stride=2))
+    monkeypatch.setattr(savings, "savings_of", lambda _: {"height": refused, STRIDES[0]: cheaper})
+    report = audit_savings(config, num_batches=1)
+    assert [row["saving"] for row in report.table("savings")] == [STRIDES[0]]
+    assert report.findings[0].sentence.startswith("height: not measured, since ")
+    assert "17" in report.findings[0].sentence
 
 
 def test_rewards_that_lose_their_images_are_warned_of(small):
