@@ -162,6 +162,10 @@ def examine_trainer(stack: Stack, log_probs: Tensor, pool: Sequence[str]) -> Fin
             f"the trainer scores as the replay does; at most {max(limits):.2g} limits", samples=limits
         )
     _, full = _tried(stack, legs, pool, scores, legs.known)
+    # The trainer scores the window alone, where no guidance in its steps is no guidance at all.
+    full = [
+        one for one in full if not any(set(stack.steps) <= set(ran.unguided) for ran in one.hypothesis.inputs)
+    ]
     named = _closest(full)
     if named is not None:
         return failed(

@@ -132,6 +132,13 @@ def _about_prompts(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
         remedy="give both stacks one max_sequence_length, and capture it",
         inputs=tuple(replace(inputs, max_sequence_length=length) for length in lengths),
     )
+    yield Hypothesis(
+        check="embeddings",
+        cause="sequence_length",
+        message="with the embeddings of all text encoders together cut to max_sequence_length tokens",
+        remedy="pad them to the length of all text encoders together, such as 77 more than the long one's",
+        inputs=(replace(inputs, embeddings_cut=True),),
+    )
 
 
 def _about_guidance(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:

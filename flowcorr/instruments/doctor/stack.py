@@ -64,6 +64,7 @@ class Inputs:
         unadapted: the end of the names of layers without the adapter; empty where all have it.
         references: a change of the reference images, a key of `REFERENCES`.
         max_sequence_length: of the long text encoder.
+        embeddings_cut: whether the embeddings of all text encoders together are cut to that length.
         timesteps: `[N]` of the schedule, as the transformer is fed.
         sigmas: `[N + 1]` of the schedule, as steps are taken.
         noise_level, sde_type: of the window's steps.
@@ -83,6 +84,7 @@ class Inputs:
     unadapted: str = ""
     references: str = ""
     max_sequence_length: int | None
+    embeddings_cut: bool = False
     timesteps: tuple[float, ...]
     sigmas: tuple[float, ...]
     noise_level: float | None
@@ -263,9 +265,11 @@ class Stack:
         # Embeddings depend on whether there is guidance, and not on its scale.
         guided = inputs.guidance_scale != 1 and not self.family.distills_guidance
         length = inputs.max_sequence_length
-        key = (text, negative, source, guided, inputs.negative_zeros, inputs.references, length)
+        cut = inputs.embeddings_cut
+        key = (text, negative, source, guided, inputs.negative_zeros, inputs.references, length, cut)
         if key not in self._encoded:
-            before, self.family.text_tokens = self.family.text_tokens, self.family.count_text_tokens(length)
+            tokens = self.family.count_text_tokens(length)
+            before, self.family.text_tokens = self.family.text_tokens, tokens
             try:
                 with self._prompt(text, source, inputs.references) as prompt:
                     found = self.family.encode(
@@ -277,6 +281,8 @@ class Stack:
             self._encoded[key] = {
                 name: torch.zeros_like(value)
                 if inputs.negative_zeros and name.startswith("negative_") and not name.endswith("mask")
+                else value[:, :tokens]
+                if cut and name.removeprefix("negative_").startswith("prompt_embeds")
                 else value
                 for name, value in found.items()
             }

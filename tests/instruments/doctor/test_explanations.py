@@ -1,5 +1,7 @@
 """Causes about prompts, guidance and adapter: those that were planted are found by undoing them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -71,3 +73,17 @@ def test_a_trainer_that_scores_otherwise_is_told_from_an_engine_that_samples_oth
     assert found.numbers["fitted"] == pytest.approx(0.75, rel=1e-4)
     newer = own + 1e-2 * torch.randn(own.shape, generator=torch.Generator().manual_seed(0))
     assert examine_trainer(stack, newer, POOL).level == "note"
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [({"embeddings_cut": True}, "sequence_length"), ({"guidance_scale": 1.0}, "guidance_off")],
+)
+def test_a_trainer_with_other_inputs_in_the_window_is_named(change, cause, stack_of):
+    """Of no guidance, its window alone does not tell that of the first steps from that of all."""
+    scored, stack = stack_of(), stack_of()
+    scored.captured = replace(scored.captured, **change)
+    legs = Legs(scored)
+    claimed = MEAN.of(legs.square, legs.std, legs.step, legs.noise[0, 0].numel())
+    found = examine_trainer(stack, claimed, POOL)
+    assert (found.cause, found.numbers["side"]) == (cause, "trainer")
