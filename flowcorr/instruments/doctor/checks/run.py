@@ -31,24 +31,36 @@ from flowcorr.instruments.doctor.checks.schedule import check_captured_schedule
 from flowcorr.instruments.doctor.checks.timesteps import check_timesteps
 from flowcorr.instruments.doctor.checks.trajectory import (
     check_finite,
-    check_latent_dtype,
     check_samples,
     check_schedule,
-    check_trajectory,
-    check_transition,
     check_window,
 )
 from flowcorr.instruments.doctor.checks.weights import check_attention, check_lora, check_sync, check_weights
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import judged, of_check, skipped
 from flowcorr.instruments.finding import Finding
+from flowcorr.metrics import Metrics
 from flowcorr.questions.ask import ask
-from flowcorr.questions.question import Question, own_questions
+from flowcorr.questions.question import LATENTS, STDS, TRAJECTORIES, Question, own_questions
 
 
 def _of_replay(check: str) -> Callable[[Captured], Finding | None]:
     """A check that tells what the replay found, which examines all legs and inputs together."""
     return lambda captured: captured.replayed.get(check)
+
+
+def _of_question(question: Question) -> Callable[[Exam], Finding]:
+    """A check that asks the question of both trials, as a training step asks it of its batch."""
+
+    def check(exam: Exam) -> Finding:
+        answers = [ask(trial, [question]) for trial in (exam.trials.base, exam.trials.moved)]
+        value = Metrics.merged(answers).compute().get(question.logged_as)
+        if value is None:
+            return skipped(f"cannot tell the {question.what}: the engine returns too little")
+        message = f"the {question.what} is {value:.3g}"
+        return judged(value, question.limit, message, message, question.remedy)
+
+    return check
 
 
 OF_TRIALS: Mapping[str, Callable[[Exam], Finding | None]] = {
@@ -57,11 +69,11 @@ OF_TRIALS: Mapping[str, Callable[[Exam], Finding | None]] = {
     "schedule": check_schedule,
     "samples": check_samples,
     "window": check_window,
-    "latent_dtype": check_latent_dtype,
-    "transition": check_transition,
+    "latent_dtype": _of_question(LATENTS),
+    "transition": _of_question(STDS),
     "log_probs": check_log_probs,
     "bookkeeping": check_bookkeeping,
-    "trajectory": check_trajectory,
+    "trajectory": _of_question(TRAJECTORIES),
     "noise": check_noise,
     "determinism": check_determinism,
     "seeds": check_seeds,
@@ -112,17 +124,8 @@ def check_trials(exam: Exam) -> dict[str, Finding]:
             findings[check.name] = _named(check.name, finding)
             failed |= {check.name} if finding.level == "serious" else set()
     for question in own_questions(exam.config):
-        findings[question.name] = of_check(question.name, _answered(question, exam))
+        findings[question.name] = of_check(question.name, _of_question(question)(exam))
     return findings
-
-
-def _answered(question: Question, exam: Exam) -> Finding:
-    """The finding on a question of the user's own."""
-    value = ask(exam.trials.base, [question]).compute().get(question.logged_as)
-    if value is None:
-        return skipped(f"cannot tell {question.what}: the engine returns too little")
-    message = f"{question.what} is {value:.3g}"
-    return judged(value, question.limit, message, message, question.remedy)
 
 
 def check_captured(captured: Captured) -> dict[str, Finding]:

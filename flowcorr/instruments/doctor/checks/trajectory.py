@@ -9,9 +9,7 @@ import torch
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import failed, judged, passed
 from flowcorr.instruments.finding import Finding
-from flowcorr.instruments.gap_words import percent
-from flowcorr.instruments.stored import stored_in
-from flowcorr.questions.question import LATENTS, SIGMAS, STDS, TRAJECTORIES, WINDOWS
+from flowcorr.questions.question import SIGMAS, WINDOWS
 from flowcorr.rollout.broken import decoder_dtype, overflow
 
 
@@ -117,32 +115,6 @@ def check_window(exam: Exam) -> Finding:
     return passed(f"windows are {size} {kind} steps within [{low}, {high})")
 
 
-def check_latent_dtype(exam: Exam) -> Finding:
-    rollout, coarse = exam.trials.base.rollout, int(exam.trials.base.coarse_latents.sum())
-    if not coarse:
-        return passed("the trajectory is float32")
-    window = rollout.window
-    dtype = stored_in(window.latents) or stored_in(window.next_latents)
-    how = (
-        "were rounded to half precision, or of which several elements have exactly the largest size: they were clamped"
-        if dtype is None
-        else f"are all {str(dtype)[6:]} numbers: they were rounded"
-    )
-    return failed(f"{coarse} of {rollout.num_samples} samples have latents that {how}", remedy=LATENTS.remedy)
-
-
-def check_trajectory(exam: Exam) -> Finding:
-    for trial in (exam.trials.base, exam.trials.moved):
-        broken = trial.broken_trajectories
-        if bool(broken.any()):
-            return failed(
-                f"the latents of {int(broken.sum())} of {len(broken)} samples do not fit together, or do not begin at "
-                f"the initial noise of their seeds: sample {int(broken.nonzero()[0])} is the first",
-                remedy=TRAJECTORIES.remedy,
-            )
-    return passed("latents fit together from the initial noise of their seeds")
-
-
 def check_samples(exam: Exam) -> Finding:
     """Whether the engine returns each sample once; noise that several samples share is judged by `check_noise`."""
     rollout, start = exam.trials.base.rollout, exam.trials.base.start
@@ -158,17 +130,3 @@ def check_samples(exam: Exam) -> Finding:
                 has_trajectory_of=first,
             )
     return passed("each sample is returned once")
-
-
-def check_transition(exam: Exam) -> Finding:
-    errors, sampling = exam.trials.base.std_errors, exam.config.sampling
-    assert errors is not None, "`run_trials` refuses an engine that returns none"
-    gap = float(errors.max())
-    return judged(
-        gap,
-        STDS.limit,
-        "the steps' stds agree",
-        f"the engine's step stds differ by up to {percent(gap)} from those of sampling.sde_type={sampling.sde_type} "
-        f"and sampling.noise_level={sampling.noise_level}",
-        STDS.remedy,
-    )
