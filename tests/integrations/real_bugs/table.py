@@ -24,6 +24,8 @@ _CLONES = {
     "miles_diffusion": "radixark/miles_diffusion",
     "DanceGRPO": "XueZeyue/DanceGRPO",
     "vllm-omni": "vllm-project/vllm-omni",
+    "UniRL": "Tencent-Hunyuan/UniRL",
+    "SGLang": "sgl-project/sglang",
 }
 Results = Mapping[str, Mapping[bool, Mapping[str, Any]]]
 
