@@ -58,6 +58,7 @@ _MAY_CHANGE = (
             "image_every",
             "trackers",
             "metrics",
+            "checks",
             "best_metric",
             "num_threads",
             "collective_timeout",

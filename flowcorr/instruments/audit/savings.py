@@ -297,18 +297,14 @@ def _finding(row: Mapping[str, object]) -> Finding:
     name, seconds, rank = str(row["saving"]), row["seconds"], row["rank"]
     lost = isinstance(rank, tuple) and rank[1] <= 0
     saved = _EMULATED if seconds is None else f"an image takes {seconds:.2f} of the time"
-    changed, known = f"its images differ by {row['grey_levels']:.2g} grey levels", _UNKNOWN
+    changed = f"its images differ by {row['grey_levels']:.2g} grey levels"
     if isinstance(rank, tuple):
         changed += f", and rewards of a prompt rank by {_interval(rank)}"
-    if not row["grey_levels"]:
-        changed, known = (
-            "its images are the recipe's own",
-            "nothing that is learned changes but by the window's gap",
-        )
-    elif lost:
-        known = "rewards may no longer belong to the recipe's own images, so do not learn from them"
-    elif not name.startswith("sampling."):
-        known = _ROUNDED
+    known = (
+        "rewards may no longer belong to the recipe's own images, so do not learn from them"
+        if lost
+        else (_UNKNOWN if name.startswith("sampling.") else _ROUNDED)
+    )
     return Finding(
         level="warning" if lost else "note",
         cause="saving",

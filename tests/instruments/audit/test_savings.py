@@ -104,16 +104,6 @@ def test_a_saving_that_an_engine_refuses_is_told_as_not_measured(small, monkeypa
     assert "17" in report.findings[0].sentence
 
 
-def test_a_saving_that_changes_no_image_is_told_so(small, monkeypatch):
-    config = replace(small(sampling=LONG, rollout={"prompts_per_step": 2, "n": 4}), reward=JPEG)
-    monkeypatch.setattr(savings, "savings_of", lambda config: {"same": config})
-    report = audit_savings(config, num_batches=1)
-    (row,) = report.table("savings")
-    assert row["grey_levels"] == 0
-    assert [*row["rank"], *row["cosine"]] == pytest.approx([1.0] * 6)
-    assert "its images are the recipe's own" in report.findings[0].sentence
-
-
 def test_rewards_that_lose_their_images_are_warned_of(small):
     scores = RewardConfig(terms=(RewardTerm(name=f"{__name__}:scrambled"),))
     config = replace(small(sampling=LONG, rollout={"prompts_per_step": 4, "n": 4}), reward=scores)
