@@ -20,17 +20,12 @@ from integrations.real_loops.change import Change, changed  # noqa: E402
 from integrations.real_loops.planted_flow_factory import FLOAT32  # noqa: E402
 from integrations.real_loops.run_flow_factory import CONFIG  # noqa: E402
 
-LONG = "a small cat sits on the roof of the old red house by the sea in the rain and looks at the moon over the hill "
 RUNS: Mapping[str, Mapping[str, str]] = {
     "ff_half_latents": {"latent_storage_dtype: fp32, ": "", 'mixed_precision: "no"': "mixed_precision: bf16"},
     "ff_guard_all_means": {"trainer_type: grpo": "trainer_type: grpo-guard"},
-    "ff_frozen_adapter": {},
     "ff_guidance_never_on": {},
-    "ff_merged_groups": {},
 }
 """By bug: changes of the configuration of `real_loops`."""
-PROMPTS = {"ff_merged_groups": [LONG * 4 + end for end in ("cat", "dog", "sun", "bee")]}
-"""By bug: prompts in place of short words."""
 
 _END = "\n    # =========================== Advantage Computation"
 _ROWS = "[batch_idx * (size := self.training_args.per_device_batch_size) : (batch_idx + 1) * size, idx]"
@@ -105,20 +100,8 @@ def main(checkout: str, folder: str, name: str) -> None:
     for words, others in RUNS[name].items():
         assert words in config, words
         config = config.replace(words, others)
-    if name in PROMPTS:
-        prompts = Path(f"{folder}-prompts")
-        prompts.mkdir()
-        for split in ("train", "test"):
-            (prompts / f"{split}.txt").write_text("\n".join(PROMPTS[name]) + "\n", encoding="utf-8")
-        config = config.replace(f"{work}/prompts", str(prompts))
     half = "bf16" in config
     apply(source, [*([] if half else [FLOAT32]), *changes("guard" in config)])
-    if resume := os.environ.get("RESUME"):
-        config = config.replace(
-            "model_type: sd3-5,", f"model_type: sd3-5, resume_path: {resume}, resume_type: lora,"
-        )
-    if save := os.environ.get("SAVE"):
-        config = config.replace("save_freq: 0", f"save_freq: {save}")
     Path(f"{folder}.yaml").write_text(config, encoding="utf-8")
     os.environ["DUMP"] = folder
     sys.path[:0] = [str(source), str(HERE)]
