@@ -276,6 +276,30 @@ def dump_unirl(folder, step, track, old_log_probs, clip_ratio, replay=None):
     )
 
 
+def dump_miles_diffusion(folder, step, grids, clip_range):
+    """miles_diffusion: after `_run_optim_window` of a rollout's first optimizer step; log with the others of `reduced`.
+
+    `if step_id == 0: metrics = dump_miles_diffusion(folder, rollout_id, grids, clip_range)`. In `_forward_tile`, after
+    `log_prob_new = log_prob_new_flat.reshape(...)`: `scored = grids.setdefault("scored",
+    torch.full_like(grids["log_prob_old"], torch.nan))` and `scored[sample_indices[:, None], tstep_indices] =
+    log_prob_new.detach()`. One optimizer step takes all tiles, so none was scored after an update.
+    """
+    gathered = _gather({name: grids[name] for name in ("log_prob_old", "scored", "advantage", "timesteps")})
+    if torch.distributed.is_initialized() and torch.distributed.get_rank():
+        return {}
+    return dump_and_watch(
+        folder,
+        step,
+        rollout_log_probs=gathered["log_prob_old"],  # they are its old ones: bypass mode
+        current_log_probs=gathered["scored"],
+        before_update=torch.ones_like(gathered["scored"]),
+        advantages=gathered["advantage"],
+        sigmas=gathered["timesteps"] / 1000,
+        num_elements=grids["latents"][0, 0].numel(),
+        clip_ratio=clip_range,
+    )
+
+
 def dump_accelerate(folder, step, samples, accelerator, clip_ratio):
     """A loop with accelerate, such as accelerate_script.py: before the first update; log with `accelerator.log`."""
     names = ("log_probs", "old_log_probs", "advantages", "rewards", "groups")

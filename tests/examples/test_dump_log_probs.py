@@ -138,6 +138,26 @@ def test_samples_of_flow_grpo(snippets, accelerator, tmp_path):
     assert found.before_update.sum(1).tolist() == [T] * 8 + [0] * 8
 
 
+def test_grids_of_miles_diffusion(snippets, tmp_path):
+    """Its shapes: `[B, T]` grids of a window, whose tiles are scored one after the other."""
+    rollout, current = log_probs()
+    grids = {
+        "log_prob_old": rollout,
+        "advantage": torch.randn(B, 1).expand(-1, T),
+        "timesteps": torch.tensor([1000.0, 900.0]).repeat(B, 1),
+        "latents": torch.zeros(B, T, *LATENT),
+    }
+    for sample_indices in torch.arange(B).split(3):
+        for tstep_indices in torch.arange(T).split(1):  # as the docstring says
+            log_prob_new = current[sample_indices][:, tstep_indices]
+            scored = grids.setdefault("scored", torch.full_like(grids["log_prob_old"], torch.nan))
+            scored[sample_indices[:, None], tstep_indices] = log_prob_new
+    found = check(tmp_path, snippets.dump_miles_diffusion(tmp_path, 3, grids, 1e-4))
+    assert found.bypass
+    assert torch.equal(found.current_log_probs, current)
+    assert found.before_update.all()
+
+
 def test_samples_of_flow_factory(snippets, accelerator, tmp_path):
     """Its shapes: one record a sample, which stores the steps that it trains, by maps of their indices."""
     rollout, current = log_probs()
