@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import json
 import warnings
 
-from flowcorr.cli.command import OVERRIDES, RECIPE, RECIPES, Argument, Command, find_own_code
+from flowcorr.cli.command import OVERRIDES, RECIPES, Argument, Command, find_own_code
 from flowcorr.errors import ConfigError
 
 
 def config(arguments: argparse.Namespace) -> int:
     """Print the whole configuration of a recipe.
 
-    Print the whole configuration of a recipe as YAML, with defaults and overrides, and check it.
+    Print the whole configuration of a recipe as YAML, with defaults and overrides, and check it. --schema prints the
+    JSON schema of recipes instead, by which an editor completes keys, explains them and marks mistakes: a recipe that
+    begins with `# yaml-language-server: $schema=recipe.json` is read by it.
 
     Examples:
       flowcorr config tiny_ocr_lora
       flowcorr config tiny_ocr_lora actor.lr=1e-4 > my_recipe.yaml
+      flowcorr config --schema > recipe.json
     """
+    if arguments.schema == (arguments.recipe is not None):
+        raise ConfigError("`flowcorr config` takes a recipe, or `--schema` and no recipe")
+    if arguments.schema:
+        from flowcorr.instruments.reference.schema import recipe_schema
+
+        print(json.dumps(recipe_schema(), indent=1))
+        return 0
     from flowcorr.config import load, to_yaml
     from flowcorr.instruments.plan.preflight import check_prompts, check_settings
 
@@ -131,7 +142,18 @@ def explain(arguments: argparse.Namespace) -> int:
 
 
 COMMANDS = (
-    Command(name="config", run=config, arguments=(RECIPE, OVERRIDES), epilog=RECIPES),
+    Command(
+        name="config",
+        run=config,
+        arguments=(
+            Argument(
+                "recipe", nargs="?", metavar="RECIPE", help="a YAML file, or the name of a shipped recipe"
+            ),
+            OVERRIDES,
+            Argument("--schema", action="store_true", help="print the JSON schema of recipes"),
+        ),
+        epilog=RECIPES,
+    ),
     Command(
         name="translate",
         run=translate,
