@@ -216,7 +216,7 @@ class PolicyOptimizer:
                 finite[places] &= scores.log_probs.detach().isfinite().all(1)
                 if observe is not None:
                     observe(unit.rollout, scores)
-                terms = batch_terms(unit, scores, reference_means)
+                terms = batch_terms(unit, scores, reference_means, centres=correction.score_centering)
                 terms = terms if whole_windows else terms.per_term()
                 loss = diffusion_loss(
                     terms,

@@ -12,7 +12,11 @@ from flowcorr.sde import step_kl
 
 
 def batch_terms(
-    batch: ActorBatch, scores: Scores | None = None, reference_means: Tensor | None = None
+    batch: ActorBatch,
+    scores: Scores | None = None,
+    reference_means: Tensor | None = None,
+    *,
+    centres: bool = False,
 ) -> Terms:
     """The terms `[B, T]` of a batch whose `old_log_probs` are known.
 
@@ -20,6 +24,7 @@ def batch_terms(
         batch: the samples.
         scores: of the current policy, with means and their graph; None before the update.
         reference_means: `[B, T, *L]`, of the reference policy, or None.
+        centres: whether the loss reads the gradient of `rollout_kl`, which holds on to the difference of the means.
     """
     rollout, window, old_log_probs = batch.rollout, batch.rollout.window, batch.old_log_probs
     assert old_log_probs is not None, "old_log_probs come from the correction, before the update"
@@ -40,12 +45,13 @@ def batch_terms(
     if scores is None:
         return replace(terms, old_rollout_kl=exact_kl(batch.old_means, window.means, window.stds))
     means, stds = scores.means, scores.stds
+    detached = None if means is None else means.detach()
     return replace(
         terms,
         log_prob=scores.log_probs,
         std=stds,
         old_kl=exact_kl(means, batch.old_means, stds),
-        rollout_kl=exact_kl(means, window.means, stds),
+        rollout_kl=exact_kl(means if centres else detached, window.means, stds),
         old_rollout_kl=exact_kl(batch.old_means, window.means, stds),
         reference_kl=exact_kl(means, reference_means, stds),
     )

@@ -290,8 +290,9 @@ class Terms:
         step_index: int64, the step's place in the schedule.
         sigma: noise level before the step, or None.
         worker: int64, the Ray worker that sampled, or None where there is one engine.
-        old_kl, rollout_kl, reference_kl: exact KL of the current policy from the old, the rollout and the reference
-            policy, differentiable; NaN where a mean is not finite, and None where it is not known.
+        old_kl, reference_kl: exact KL of the current policy from the old and the reference policy, differentiable; NaN
+            where a mean is not finite, and None where it is not known.
+        rollout_kl: likewise from the rollout policy, differentiable where score centering reads it.
         old_rollout_kl: likewise of the old policy from the rollout policy, without a gradient.
         weight: detached importance weights, or None for 1.
         keep: bool, False where a term takes no part, or None for all.

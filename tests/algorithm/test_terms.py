@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from flowcorr.algorithm.terms import batch_terms
@@ -30,11 +31,12 @@ def test_before_the_update_the_current_policy_is_the_old_one():
     assert terms.num_elements == batch.rollout.num_elements
 
 
-def test_the_kls_are_of_the_current_policy_and_carry_its_gradient_alone():
+@pytest.mark.parametrize("centres", [False, True])
+def test_the_kls_are_of_the_current_policy_and_carry_its_gradient_alone(centres):
     batch = make_batch([[0.0, 0.1], [0.2, 0.3]])
     batch = replace(batch, old_means=(batch.rollout.window.means + 0.2).requires_grad_())
     scores, reference = scored(batch), batch.rollout.window.means + 0.3
-    terms = batch_terms(batch, scores, reference)
+    terms = batch_terms(batch, scores, reference, centres=centres)
     assert torch.equal(terms.log_prob, scores.log_probs)
     assert torch.equal(terms.std, scores.stds)
     expected = {
@@ -47,6 +49,7 @@ def test_the_kls_are_of_the_current_policy_and_carry_its_gradient_alone():
     torch.testing.assert_close(
         terms.old_rollout_kl, step_kl(batch.old_means, batch.rollout.window.means, scores.stds).detach()
     )
+    assert terms.rollout_kl.requires_grad == centres  # else its graph would hold on to means
     (terms.old_kl + terms.rollout_kl + terms.reference_kl).sum().backward()
     assert scores.means.grad.any()
     assert batch.old_means.grad is None

@@ -237,7 +237,7 @@ def test_estimate_is_the_gradient_of_the_trainers_loss_on_full_latents(name):
         means=torch.stack([step.mean for step in steps], 1),
         stds=torch.stack([step.std for step in steps], 1),
     )
-    terms = batch_terms(batch, scores)
+    terms = batch_terms(batch, scores, centres=config.score_centering)
     if config.bypass_mode and config.bypass_scope == "step":
         terms = terms.per_term()
     actor = ActorConfig(clip_ratio=ground.DEFAULT_CLIP, adv_clip_max=1e9)

@@ -299,6 +299,10 @@ WORDS: Mapping[str, Word] = {
     "files": Word(
         meaning="Finding about files of a run that are missing or cannot be read, and about stand-ins for them."
     ),
+    "saving": Word(
+        meaning="Finding of `flowcorr audit --savings`: what a cheaper rollout saves, what it changes, and what is "
+        "known of how much that matters."
+    ),
     "rules": Word(meaning="Finding of the report: no health rule was broken."),
     "steps": Word(meaning="Training steps of a run; as a finding, that none was logged."),
     "ages": Word(meaning="Finding of the audit: samples of weights of different ages are mixed."),
