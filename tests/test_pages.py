@@ -181,7 +181,7 @@ def _check_flowcorr(arguments):
     for name in getattr(arguments, "names", ()):
         if not name.isupper():
             explanation(name)
-    if hasattr(arguments, "recipe"):
+    if getattr(arguments, "recipe", None) is not None:
         _check_recipe(arguments.recipe, arguments.overrides)
 
 
