@@ -1,1 +1,1 @@
-"""Questions about what an engine returned: numbers, limits and remedies, which training and the instruments share."""
+"""Questions about an engine's samples: numbers, limits and remedies, which training and the instruments share."""

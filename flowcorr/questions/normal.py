@@ -1,4 +1,4 @@
-"""What chance makes of the moments of standard normal step noise. Read without torch."""
+"""Ranges of the moments of standard normal step noise, as chance spreads them. Read without torch."""
 
 from __future__ import annotations
 

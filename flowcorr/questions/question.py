@@ -1,4 +1,4 @@
-"""Questions about what an engine returned: a number, the largest healthy one, and what to do about a larger one.
+"""Questions about an engine's samples: a number, the largest healthy one, and the remedy of a larger one.
 
 A training step asks them of its batch, a replay of single images, and the doctor of an engine at hand or of captured
 samples. The table is read without torch: numbers are those of a `Compared`, and of `noise`, `outside`, `images` and
@@ -26,7 +26,7 @@ ERRORS = 6.0  # standard errors; chance exceeds this twice in 1e9 times
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A question about what an engine returned, asked alike by a training step and the doctor.
+    """A question about an engine's samples, asked alike by a training step and the doctor.
 
     Attributes:
         name: of the health rule; of a question of one's own, of the doctor's check as well.

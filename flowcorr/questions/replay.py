@@ -1,4 +1,4 @@
-"""Replays of whole images, which watch what a ratio of log-probs cannot see.
+"""Replays whole images: steps, decoder and reward, which no ratio of log-probs covers.
 
 The ratio covers the steps of the SDE window, given the latents before each. It does not cover the steps outside the
 window, the decoder and the reward. At the first training step and then every `rollout.replay_every` steps, the

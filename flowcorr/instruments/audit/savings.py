@@ -1,4 +1,4 @@
-"""Cheaper rollouts of a recipe, beside its own: what each saves, and what it changes.
+"""Measures cheaper rollouts of a recipe beside its own: seconds, gap, images and rewards of each.
 
 The same prompts are sampled from the same noise by the recipe's own rollout engine, and once more with each saving.
 The reward of the recipe scores all images. A saving may change the window, which the gap says, or the images alone;
@@ -293,7 +293,7 @@ def _report(
 
 
 def _finding(row: Mapping[str, object]) -> Finding:
-    """A line on a saving: what it saves, what it changes, and what is known of how much that matters."""
+    """Tell a saving in one line: its time, its change of images and rewards, and the evidence that they matter."""
     name, seconds, rank = str(row["saving"]), row["seconds"], row["rank"]
     lost = isinstance(rank, tuple) and rank[1] <= 0
     saved = _EMULATED if seconds is None else f"an image takes {seconds:.2f} of the time"
