@@ -17,7 +17,7 @@ import torch
 
 from flowcorr import config, trainer
 from flowcorr.config.schema import ActorConfig
-from flowcorr.instruments.metrics import Drawn, Metric, Rule
+from flowcorr.health import Drawn, Metric, Rule
 from flowcorr.losses import Limit, Loss
 from flowcorr.losses.terms import exp_ratio, mask_terms, output, ratio_stats
 from flowcorr.metrics import Stat, mean

@@ -1,6 +1,6 @@
 """The rules on single steps."""
 
-from flowcorr.instruments.rules import HealthMonitor
+from flowcorr.health.rules import HealthMonitor
 
 
 def examine_step(metrics, units):

@@ -21,9 +21,10 @@ FLOORS = {
     "models": 4, "rewards": 4, "data": 4, "words": 4, "trackers": 4, "lora": 4,
     "actor": 5, "rollout": 5, "workers": 5,
     "questions": 6,
-    "trainer": 7,
-    "instruments": 8, "integrations": 8,
-    "cli": 9, "__main__": 10,
+    "health": 7,
+    "trainer": 8,
+    "instruments": 9, "integrations": 9,
+    "cli": 10, "__main__": 11,
 }  # fmt: skip
 LONGEST_FILE = 450
 MODEL_LIBRARIES = {"diffusers", "transformers", "peft", "vllm_omni", "ray"}

@@ -9,7 +9,7 @@ PACKAGE, TESTS = Path(flowcorr.__file__).parent, Path(__file__).parent
 WITHOUT_A_FILE = {
     "__main__.py": "one line, which every test that starts `python -m flowcorr` runs",
     **{
-        f"instruments/metrics/of_{rows}.py": "rows of metrics, which `test_metric.py` and `test_table.py` read"
+        f"health/of_{rows}.py": "rows of metrics, which `test_metric.py` and `test_table.py` read"
         for rows in ("gap", "correction", "run")
     },
 }

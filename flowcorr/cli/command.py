@@ -19,7 +19,7 @@ from flowcorr.errors import ConfigError
 
 if TYPE_CHECKING:
     from flowcorr.config import Config
-    from flowcorr.instruments.finding import Report
+    from flowcorr.instruments.outcome import Report
 
 
 class Argument:

@@ -32,7 +32,7 @@ from flowcorr.errors import ConfigError
 from flowcorr.instruments.plan.devices import CUSTOM, GPUS, find_gpu
 
 if TYPE_CHECKING:
-    from flowcorr.instruments.finding import Report
+    from flowcorr.instruments.outcome import Report
 
 
 def doctor(arguments: argparse.Namespace) -> int:

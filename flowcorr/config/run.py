@@ -35,7 +35,7 @@ class TrainerConfig:
         best_metric: the `eval/` metric by which the best checkpoint is chosen (higher is better).
         image_every: training steps between saved sample images; 0 is off.
         trackers: besides `metrics.jsonl`: `tensorboard`, `wandb`, `swanlab`, or your own `package.module:name`.
-        metrics: besides those of every run, your own: `package.module:name` of a `flowcorr.instruments.metrics.Metric`.
+        metrics: besides those of every run, your own: `package.module:name` of a `flowcorr.health.Metric`.
         checks: questions of your own about what the engine returned, which training steps and the doctor ask:
             `package.module:name` of a `flowcorr.questions.question.Question`.
         device: `auto` takes CUDA if there is any.

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from flowcorr.health.finding import Finding
 from flowcorr.instruments.fault_words import FAULTS
-from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.stored import rounding_of
 from flowcorr.records import Terms
 

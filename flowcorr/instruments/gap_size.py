@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import math
 
-from flowcorr.config.schema import Config
-
 _ERRORS = 6.0  # standard errors between the two moments of `delta` that are no chance
 FEWEST = 8  # terms: the error of fewer, from their own spread, is too small
-
-
-def num_terms(config: Config) -> int:
-    """SDE steps whose gap a training step measures: `B T`, or in bypass mode those of the first update."""
-    terms = config.rollout.prompts_per_step * config.rollout.n * config.sampling.sde_window_size
-    in_bypass = config.algorithm.rollout_correction.mode in ("bypass", "auto")
-    return terms // config.actor.mini_batches if in_bypass else terms
 
 
 def estimated_kl(mean: float, square: float, count: int, num_elements: int) -> float:

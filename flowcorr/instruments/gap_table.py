@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from flowcorr.algorithm.noise_floor import ratio_distance
+from flowcorr.health.setting import Setting
 from flowcorr.instruments.dumped_loss import ratio_limit
 from flowcorr.instruments.faults import delta
-from flowcorr.instruments.finding import Column, Table
 from flowcorr.instruments.gap_words import two_digits
-from flowcorr.instruments.setting import Setting
+from flowcorr.instruments.outcome import Column, Table
 from flowcorr.losses import clip_by_term, resolve_loss
 from flowcorr.records import Terms
 

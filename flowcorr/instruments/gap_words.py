@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from flowcorr.config.schema import ActorConfig, Config
+from flowcorr.config.schema import Config
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.correction.bounds import idle_modes
-from flowcorr.instruments.gap_size import estimated_kl, num_terms
-from flowcorr.losses import resolve_loss
+from flowcorr.health.setting import num_terms
+from flowcorr.instruments.gap_size import estimated_kl
 
 _EXACT, _SIZE = "rollout_corr/exact_kl", "rollout/num_elements"
 _OF_STEP = re.compile(r"rollout_corr/step_[0-9]+/k3_kl")
@@ -137,21 +137,3 @@ def _consequence(correction: RolloutCorrectionConfig) -> str:
 def _applied(values: Values, name: str) -> float | None:
     """A metric of the correction that acted: inside the loss in bypass mode, else on the whole batch."""
     return values.get(f"actor/rollout_corr/{name}", values.get(f"rollout_corr/{name}"))
-
-
-def clip_key(actor: ActorConfig) -> str:
-    """The key that bounds the ratio, with its value; empty where the loss has none."""
-    limit = resolve_loss(actor).limit
-    return "" if limit is None else f"actor.{limit.key}={clip_text(getattr(actor, limit.key))}"
-
-
-def clip_text(clip_ratio: float | Sequence[float]) -> str:
-    """A clip range in words: the number, or those by step index."""
-    if isinstance(clip_ratio, Sequence):
-        return "[" + ", ".join(f"{value:g}" for value in clip_ratio) + "]"
-    return f"{clip_ratio:g}"
-
-
-def limit_at(limit: float | Sequence[float], step_index: int) -> float:
-    """A clip range at one step of the schedule."""
-    return limit[step_index] if isinstance(limit, Sequence) else limit

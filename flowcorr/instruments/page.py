@@ -15,7 +15,8 @@ from rich.text import Text
 
 import flowcorr
 from flowcorr.errors import BackendError, printable
-from flowcorr.instruments.finding import Finding, Level, Report, Table
+from flowcorr.health.finding import Finding, Level
+from flowcorr.instruments.outcome import Report, Table
 from flowcorr.instruments.terminal import printing_on, show_table
 from flowcorr.instruments.web_page import sentence, web_page
 

@@ -23,7 +23,7 @@ from flowcorr.instruments import gap_words
 if TYPE_CHECKING:
     from flowcorr.config import Config
     from flowcorr.correction import RolloutCorrectionConfig
-    from flowcorr.instruments.rules import HealthMonitor
+    from flowcorr.health.rules import HealthMonitor
     from flowcorr.trainer import RunResult
 
 _STATISTICS = "/image/"
@@ -77,7 +77,7 @@ class TerminalObserver:
 
     def on_start(self, config: Config, out_dir: Path, start_step: int) -> None:
         """The run is set up and begins after `start_step`."""
-        from flowcorr.instruments.metrics.table import progress_labels, rows_of
+        from flowcorr.health.table import progress_labels, rows_of
 
         self._labels = progress_labels(rows_of(config))
         self._config, self._out_dir = config, out_dir
@@ -151,9 +151,9 @@ class TerminalObserver:
                 self._steps += [values] if values["step"] > 0 else []
 
     def _say_what_is_unhealthy(self, metrics: Mapping[str, float]) -> None:
-        from flowcorr.instruments.metrics.table import rows_of, rules_of
-        from flowcorr.instruments.replicas import places_of
-        from flowcorr.instruments.rules import HealthMonitor, units_of
+        from flowcorr.health.rules import HealthMonitor, units_of
+        from flowcorr.health.table import rows_of, rules_of
+        from flowcorr.instruments.rollout_workers import places_of
 
         if self._health is None:
             assert self._config is not None, "a run starts before its first step"

@@ -19,6 +19,8 @@ from flowcorr.config.schema import ActorConfig, Config
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.dumps import DumpedTerms, LoggedLoss
 from flowcorr.errors import ConfigError
+from flowcorr.health.finding import Finding
+from flowcorr.health.setting import Setting
 from flowcorr.instruments.dumped_loss import (
     UNBOUNDED,
     actor_of,
@@ -28,8 +30,6 @@ from flowcorr.instruments.dumped_loss import (
     without_clipped_shares,
 )
 from flowcorr.instruments.faults import diagnose
-from flowcorr.instruments.finding import Finding
-from flowcorr.instruments.setting import Setting
 from flowcorr.instruments.step_files import (
     DumpedFile,
     holds_trainer,

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from flowcorr import dumps
 from flowcorr.errors import BatchError
+from flowcorr.health.finding import Finding
+from flowcorr.health.rules import HealthMonitor, units_of_setting
 from flowcorr.instruments.faults import diagnose
-from flowcorr.instruments.finding import Finding
-from flowcorr.instruments.rules import HealthMonitor, units_of_setting
 from flowcorr.instruments.step_files import holds_trainer, scored_columns, scored_in
 from flowcorr.instruments.steps import ages_of, gap_of, setting_of, step_metrics
 

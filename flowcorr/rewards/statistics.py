@@ -1,7 +1,7 @@
 """Statistics of rewards, and of images, which show more than a reward: it may rise while the images get worse.
 
 No statistic is ever optimised. One that drifts far from its start while the reward rises is the usual sign that the
-policy exploits the reward, see `flowcorr.instruments.rules`.
+policy exploits the reward, see `flowcorr.health.rules`.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ import torch
 
 from flowcorr import config
 from flowcorr.config.schema import Config
+from flowcorr.health.finding import Finding
+from flowcorr.health.rules import HealthMonitor, is_step, units_of
 from flowcorr.instruments.doctor.examination import diagnose
-from flowcorr.instruments.finding import Finding
-from flowcorr.instruments.rules import HealthMonitor, is_step, units_of
 from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer import train
 from tests import tiny_pipelines

@@ -9,11 +9,11 @@ from dataclasses import replace
 from flowcorr.actor import DiffusionActor
 from flowcorr.config import load
 from flowcorr.data import PromptStream, load_prompts
+from flowcorr.health.setting import Setting
 from flowcorr.instruments.audit.facts import Facts
 from flowcorr.instruments.audit.gap import measure_gap
 from flowcorr.instruments.audit.judge import report_of
 from flowcorr.instruments.gap_table import Gap
-from flowcorr.instruments.setting import Setting
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Terms
 from flowcorr.trainer.setup import load_model

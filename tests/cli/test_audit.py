@@ -10,7 +10,7 @@ from instruments.dumped_runs import terms_of, write_run
 from flowcorr.cli import main
 from flowcorr.config import load, recipe_names
 from flowcorr.correction import PRESETS
-from flowcorr.instruments.finding import as_overrides
+from flowcorr.health.finding import as_overrides
 from tests.shallow import SHALLOW
 
 SMALL = [

@@ -7,7 +7,8 @@ import pytest
 
 from flowcorr.cli import main
 from flowcorr.errors import ConfigError
-from flowcorr.instruments.finding import Finding, Report
+from flowcorr.health.finding import Finding
+from flowcorr.instruments.outcome import Report
 from flowcorr.instruments.plan import preflight
 from flowcorr.instruments.plan.answers import SHARED
 from flowcorr.instruments.plan.report import exit_code

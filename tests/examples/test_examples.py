@@ -88,7 +88,7 @@ def test_custom_check_is_asked_by_training_report_and_doctor(tmp_path, monkeypat
 
 
 OWN_ROWS = """
-from flowcorr.instruments.metrics import Metric, Rule
+from flowcorr.health import Metric, Rule
 from flowcorr.metrics import mean
 
 def terms(terms):

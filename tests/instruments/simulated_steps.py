@@ -6,9 +6,9 @@ from collections import defaultdict
 from statistics import fmean
 
 from flowcorr.config import load
-from flowcorr.instruments.finding import Finding
-from flowcorr.instruments.rules import HealthMonitor, examine_run, units_of, units_of_setting
-from flowcorr.instruments.setting import Setting
+from flowcorr.health.finding import Finding
+from flowcorr.health.rules import HealthMonitor, examine_run, units_of, units_of_setting
+from flowcorr.health.setting import Setting
 
 STEPS = 500
 SECTION = "algorithm.rollout_correction"

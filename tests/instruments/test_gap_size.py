@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from flowcorr.config import load
-from flowcorr.instruments.gap_size import estimated_kl, moments_disagree, num_terms
+from flowcorr.health.setting import num_terms
+from flowcorr.instruments.gap_size import estimated_kl, moments_disagree
 
 DRAWS = 300
 BYPASS = "algorithm.rollout_correction.preset=bypass_ppo_clip"

@@ -8,8 +8,8 @@ import torch
 from instruments.gaps import normal_gap
 
 from flowcorr.config import Config
+from flowcorr.health.setting import Setting
 from flowcorr.instruments.gap_table import Gap, clip_needed, step_table
-from flowcorr.instruments.setting import Setting
 
 SETTING = Setting.of(Config())
 

@@ -10,8 +10,9 @@ from instruments.html_pages import Page
 from rich.console import Console
 
 from flowcorr.errors import BackendError
+from flowcorr.health.finding import Finding
 from flowcorr.instruments.drawing import Chart
-from flowcorr.instruments.finding import Charts, Column, Fact, Finding, Report, Table
+from flowcorr.instruments.outcome import Charts, Column, Fact, Report, Table
 from flowcorr.instruments.page import exit_code, save, show, write
 from flowcorr.instruments.plots import Curve, draw_curves
 

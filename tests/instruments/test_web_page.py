@@ -3,7 +3,8 @@ import re
 
 import pytest
 
-from flowcorr.instruments.finding import Finding, Report
+from flowcorr.health.finding import Finding
+from flowcorr.instruments.outcome import Report
 from flowcorr.instruments.web_page import framed, sentence, web_page
 
 KEYS = "actor:\n  clip_ratio: 0.01\n"

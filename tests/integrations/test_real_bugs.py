@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from integrations.real_bugs import bugs, table, verdicts
 
+from flowcorr.health.finding import Finding
+from flowcorr.health.table import RULES
 from flowcorr.instruments.doctor.checks import CAUSES, CHECKS
 from flowcorr.instruments.fault_words import FAULTS
-from flowcorr.instruments.finding import Finding
-from flowcorr.instruments.metrics.table import RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 LIST = bugs.read_bugs()

@@ -26,8 +26,8 @@ from tiny_pipelines import FAMILIES, make_sensitive
 
 from flowcorr.data import PromptStream
 from flowcorr.errors import BackendError, BatchError
+from flowcorr.health.rules import HealthMonitor, units_of
 from flowcorr.instruments.doctor import examine
-from flowcorr.instruments.rules import HealthMonitor, units_of
 from flowcorr.models import DTYPES
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Prompt

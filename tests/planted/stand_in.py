@@ -12,9 +12,9 @@ from flowcorr.config.schema import Config
 from flowcorr.correction.describe import drift_metrics
 from flowcorr.data import PromptStream
 from flowcorr.errors import BackendError, BatchError, ConfigError
+from flowcorr.health.rules import NUM_ELEMENTS, units_of
 from flowcorr.instruments.doctor.examination import examine, first_prompts
-from flowcorr.instruments.finding import Report
-from flowcorr.instruments.rules import NUM_ELEMENTS, units_of
+from flowcorr.instruments.outcome import Report
 from flowcorr.metrics import Metrics
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.questions.noise import FirstScores

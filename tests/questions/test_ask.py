@@ -8,7 +8,7 @@ import torch
 
 from flowcorr.config.schema import Config
 from flowcorr.errors import ConfigError
-from flowcorr.instruments.metrics.table import rows_of
+from flowcorr.health.table import rows_of
 from flowcorr.questions.ask import ask
 from flowcorr.questions.compared import Compared
 from flowcorr.questions.question import Question, own_questions

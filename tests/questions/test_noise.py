@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flowcorr import sde
-from flowcorr.instruments.metrics.rule import Units
+from flowcorr.health.rule import Units
 from flowcorr.questions.compared import Compared
 from flowcorr.questions.noise import FirstScores, WindowResiduals, scored_by_sampler
 from flowcorr.questions.residual_terms import RESIDUALS

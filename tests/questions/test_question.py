@@ -2,8 +2,8 @@
 
 import pytest
 
-from flowcorr.instruments.metrics.rule import Units
-from flowcorr.instruments.metrics.table import RULES
+from flowcorr.health.rule import Units
+from flowcorr.health.table import RULES
 from flowcorr.questions import question
 
 OF_RULES = {

@@ -12,7 +12,7 @@ from flowcorr import distributed, sde
 from flowcorr.config import RewardTerm
 from flowcorr.data import PromptStream
 from flowcorr.errors import BackendError
-from flowcorr.instruments.rules import HealthMonitor, units_of
+from flowcorr.health.rules import HealthMonitor, units_of
 from flowcorr.models import SamplingPlan, Schedule
 from flowcorr.questions.replay import replays
 from flowcorr.questions.residual_terms import RESIDUALS

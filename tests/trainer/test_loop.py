@@ -7,7 +7,7 @@ import math
 import torch
 
 from flowcorr import config, trainer
-from flowcorr.instruments.metrics.table import find_metric
+from flowcorr.health.table import find_metric
 from flowcorr.rewards.combine import BUILT_IN_METRICS
 from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer import checkpoint

@@ -6,7 +6,7 @@ import pytest
 
 from flowcorr.algorithm.terms import batch_terms
 from flowcorr.errors import ConfigError
-from flowcorr.instruments.metrics import Metric
+from flowcorr.health import Metric
 from flowcorr.metrics import mean
 from flowcorr.trainer.measurements import own_metrics
 

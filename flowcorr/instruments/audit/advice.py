@@ -13,11 +13,12 @@ from typing import Literal
 
 from flowcorr.correction.bounds import AUTO
 from flowcorr.correction.modes import OUTLIER_Z
+from flowcorr.health.finding import Finding, Level
+from flowcorr.health.setting import clip_text, limit_at
 from flowcorr.instruments.audit.explained import REMEDY, VERDICT
 from flowcorr.instruments.audit.facts import MAX_OUTLIERS, NEGLIGIBLE_NATS, Facts
-from flowcorr.instruments.finding import Finding, Level
 from flowcorr.instruments.gap_table import CLIP_HEADROOM, CLIP_QUANTILE
-from flowcorr.instruments.gap_words import clip_text, limit_at, two_digits
+from flowcorr.instruments.gap_words import two_digits
 from flowcorr.rollout.precision import LARGEST_DISTANCE
 
 Kind = Literal["none", "leave", "correct", "repair"]

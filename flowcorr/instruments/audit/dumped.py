@@ -15,16 +15,17 @@ from flowcorr.correction import OFF
 from flowcorr.dumps import DumpedTerms
 from flowcorr.dumps.replay import load_replay, replay_files
 from flowcorr.errors import ConfigError
+from flowcorr.health.finding import Finding
+from flowcorr.health.rule import VELOCITY_DISTANCE
 from flowcorr.instruments.audit.effect import steps_of
 from flowcorr.instruments.audit.explained import Beyond, Stated, beyond
 from flowcorr.instruments.audit.facts import Facts
 from flowcorr.instruments.audit.judge import report_of
 from flowcorr.instruments.audit.presets import Preset, compare
 from flowcorr.instruments.faults import delta, diagnose, trained_columns
-from flowcorr.instruments.finding import Finding, Report, on_files
 from flowcorr.instruments.gap_size import estimated_kl, moments_disagree
 from flowcorr.instruments.gap_table import Gap
-from flowcorr.instruments.metrics.rule import VELOCITY_DISTANCE
+from flowcorr.instruments.outcome import Report, on_files
 from flowcorr.instruments.step_files import holds_trainer, trained_log_probs
 from flowcorr.instruments.steps import DumpedRun, ages_of, gap_of, read_dumped
 from flowcorr.instruments.stored import stored_in

@@ -19,8 +19,8 @@ from flowcorr.config.rules import check_loss
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.dumps import DumpedTerms
 from flowcorr.errors import ConfigError
+from flowcorr.health.setting import Setting
 from flowcorr.instruments.dumped_loss import hides_limit, without_clipped_shares
-from flowcorr.instruments.setting import Setting
 from flowcorr.instruments.steps import DumpedRun, as_terms
 from flowcorr.losses import loss_of
 from flowcorr.metrics import Metrics

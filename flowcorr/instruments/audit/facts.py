@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from flowcorr.health.setting import Setting, limit_at
 from flowcorr.instruments.audit.explained import Beyond
 from flowcorr.instruments.audit.tables import exact_ess, joint_nats, outliers
 from flowcorr.instruments.dumped_loss import ratio_limit
 from flowcorr.instruments.gap_table import Gap
-from flowcorr.instruments.gap_words import limit_at
-from flowcorr.instruments.setting import Setting
 from flowcorr.losses import Limit, resolve_loss
 
 # Uncorrected bias, behind, is 28 sqrt(x / 0.1) % of the gradient: below 3 % at x = 1e-3, for any shift there is.

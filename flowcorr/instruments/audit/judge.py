@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flowcorr.health.finding import Finding
+from flowcorr.health.setting import clip_text
 from flowcorr.instruments.audit.advice import BASIS, NO_ADVICE, advise, mode_of
 from flowcorr.instruments.audit.facts import Facts
 from flowcorr.instruments.audit.presets import Preset, preset_charts, preset_table
 from flowcorr.instruments.audit.tables import gap_chart, scale_table
 from flowcorr.instruments.dumped_loss import ratio_limit
 from flowcorr.instruments.fault_words import FAULTS
-from flowcorr.instruments.finding import Charts, Fact, Finding, Report
 from flowcorr.instruments.gap_table import Gap, step_table
-from flowcorr.instruments.gap_words import clip_text
+from flowcorr.instruments.outcome import Charts, Fact, Report
 
 
 def report_of(

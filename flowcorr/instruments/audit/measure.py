@@ -21,6 +21,8 @@ from flowcorr.algorithm.bands import WARM_UP
 from flowcorr.config.schema import Config, RolloutConfig
 from flowcorr.data import PromptStream, load_prompts
 from flowcorr.errors import ConfigError
+from flowcorr.health.finding import Finding
+from flowcorr.health.setting import Setting
 from flowcorr.instruments.audit.effect import Steps
 from flowcorr.instruments.audit.explained import Stated, beyond, velocity_of
 from flowcorr.instruments.audit.facts import Facts
@@ -28,10 +30,9 @@ from flowcorr.instruments.audit.gap import measure_gap, split_gap
 from flowcorr.instruments.audit.judge import report_of
 from flowcorr.instruments.audit.presets import compare
 from flowcorr.instruments.audit.tables import joint_nats
-from flowcorr.instruments.finding import Fact, Finding, Report
 from flowcorr.instruments.gap_table import Gap
+from flowcorr.instruments.outcome import Fact, Report
 from flowcorr.instruments.plan.answers import duration
-from flowcorr.instruments.setting import Setting
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import ActorBatch, Prompt, Rollout, Terms
 from flowcorr.rollout import RolloutEngine

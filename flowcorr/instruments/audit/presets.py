@@ -18,7 +18,7 @@ from torch import Tensor
 from flowcorr.correction import OFF, PRESETS, RolloutCorrectionConfig
 from flowcorr.instruments.audit.effect import Effect, Steps, effect, obstacle
 from flowcorr.instruments.drawing import PALETTE, Chart
-from flowcorr.instruments.finding import Column, Table
+from flowcorr.instruments.outcome import Column, Table
 from flowcorr.instruments.plots import Curve, Dot, draw_curves, draw_dots
 from flowcorr.metrics import Metrics
 

@@ -22,11 +22,12 @@ from flowcorr.config import resolve_engine
 from flowcorr.config.schema import Config
 from flowcorr.data import PromptStream, load_prompts
 from flowcorr.errors import BackendError, ConfigError
+from flowcorr.health.finding import Finding
 from flowcorr.instruments.audit.gap import measure_gap
 from flowcorr.instruments.audit.measure import NUM_BATCHES, Seconds, few_prompts
 from flowcorr.instruments.audit.tables import joint_nats
-from flowcorr.instruments.finding import Column, Fact, Finding, Report, Table
 from flowcorr.instruments.gap_words import two_digits
+from flowcorr.instruments.outcome import Column, Fact, Report, Table
 from flowcorr.records import Prompt, Terms
 from flowcorr.rewards import build_reward, score_batch
 from flowcorr.trainer.evaluate import choose_checkpoint

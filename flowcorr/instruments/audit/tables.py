@@ -15,11 +15,11 @@ from flowcorr.correction.bounds import SCALES, scale_factor
 from flowcorr.correction.exponents import bounded
 from flowcorr.correction.modes import OUTLIER_Z
 from flowcorr.correction.robust import outlier_band
+from flowcorr.health.setting import limit_at
 from flowcorr.instruments.drawing import INK, LIMIT, PALETTE, Chart, label_lines, style_axis
 from flowcorr.instruments.faults import delta
-from flowcorr.instruments.finding import Column, Table
 from flowcorr.instruments.gap_table import ABS_DELTA, QUANTILES
-from flowcorr.instruments.gap_words import limit_at
+from flowcorr.instruments.outcome import Column, Table
 from flowcorr.records import Terms
 
 _MAX_NAMES = 20  # of steps below a chart

@@ -13,10 +13,10 @@ from torch import Tensor
 from flowcorr import dumps
 from flowcorr.config.schema import Config
 from flowcorr.dumps.replay import ReplaySamples
+from flowcorr.health.finding import Finding
 from flowcorr.instruments.doctor.explanations import examine_inputs, examine_trainer
 from flowcorr.instruments.doctor.legs import Legs
 from flowcorr.instruments.doctor.stack import Stack
-from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.step_files import trained_log_probs
 from flowcorr.instruments.steps import ages_of
 

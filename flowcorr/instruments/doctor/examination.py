@@ -31,7 +31,7 @@ from flowcorr.instruments.doctor.legs import rounding_notes
 from flowcorr.instruments.doctor.report import of_captured, of_trials, with_findings
 from flowcorr.instruments.doctor.stack import Stack, prompt_pool
 from flowcorr.instruments.doctor.trials import run_trials
-from flowcorr.instruments.finding import Report
+from flowcorr.instruments.outcome import Report
 from flowcorr.instruments.page import as_json
 from flowcorr.instruments.thinning import spread_out
 from flowcorr.models import (

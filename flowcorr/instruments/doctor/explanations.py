@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from flowcorr.health.finding import Finding
 from flowcorr.instruments.doctor.findings import failed, passed, skipped, warned
 from flowcorr.instruments.doctor.fitting import fitted
 from flowcorr.instruments.doctor.hypotheses import Hypothesis, hypotheses
 from flowcorr.instruments.doctor.legs import LegName, Legs
 from flowcorr.instruments.doctor.stack import VELOCITY_ERROR, Inputs, Stack
-from flowcorr.instruments.finding import Finding
 
 _CLEARLY = 10.0  # times, at least, that the named cause leaves less of the gap than any other
 _EXACT = 1000.0  # times that a replay comes closer, where nothing but its cause brings it there

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from flowcorr.instruments.finding import Finding
+from flowcorr.health.finding import Finding
 
 
 def judged(

@@ -15,9 +15,10 @@ from torch import nn
 from flowcorr.actor import DiffusionActor
 from flowcorr.config.schema import Config
 from flowcorr.devices import empty_cache, free_memory
+from flowcorr.health.finding import Finding
 from flowcorr.instruments.doctor.exam import largest_gap
 from flowcorr.instruments.doctor.findings import of_check, passed, skipped, warned
-from flowcorr.instruments.finding import Finding, Report
+from flowcorr.instruments.outcome import Report
 from flowcorr.models import Conditioning, Guidance, ModelFamily
 from flowcorr.models.quantized import weight_sizes
 from flowcorr.rollout.precision import trainer_quantization, usual_gap

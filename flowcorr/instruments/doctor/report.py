@@ -6,10 +6,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from flowcorr.health.finding import LEVELS, Finding, Level
 from flowcorr.instruments.doctor.checks.clip import noise_floor
 from flowcorr.instruments.doctor.exam import Exam
-from flowcorr.instruments.finding import LEVELS, Fact, Finding, Level, Report, on_files
 from flowcorr.instruments.gap_words import percent
+from flowcorr.instruments.outcome import Fact, Report, on_files
 from flowcorr.rollout.precision import NO_GAP
 
 _COUNTED: Mapping[Level, str] = {"warning": "warnings", "note": "notes"}

@@ -14,7 +14,7 @@ from flowcorr.config import redact_override
 from flowcorr.config.schema import Config
 from flowcorr.devices import named_device
 from flowcorr.errors import ConfigError
-from flowcorr.instruments.finding import Finding, as_overrides
+from flowcorr.health.finding import Finding, as_overrides
 from flowcorr.instruments.plan.answers import MEMORY_TOLERANCE, SHARED, gigabytes
 from flowcorr.instruments.plan.devices import find_gpu
 from flowcorr.instruments.plan.estimate import make_plan

@@ -6,7 +6,7 @@ from flowcorr.config.families import check_sampling, find_family
 from flowcorr.config.schema import Config
 from flowcorr.data import load_prompts
 from flowcorr.device_names import check_device_name
-from flowcorr.instruments.metrics.table import rows_of
+from flowcorr.health.table import rows_of
 from flowcorr.instruments.plan.architecture import Architecture, local_architecture
 from flowcorr.models.sizes import check_frame_count, check_size
 from flowcorr.rewards import check_prompts as check_prompts_of

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 
 from flowcorr.config.schema import Config
+from flowcorr.health.finding import Finding, Level, keys_of
 from flowcorr.instruments import page
-from flowcorr.instruments.finding import Column, Fact, Finding, Level, Report, Table, keys_of
+from flowcorr.instruments.outcome import Column, Fact, Report, Table
 from flowcorr.instruments.plan.answers import MARGIN, SHARED, Plan, duration, gigabytes
 from flowcorr.instruments.plan.devices import Gpu
 from flowcorr.instruments.plan.estimate import make_plan

@@ -12,17 +12,17 @@ from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.correction.modes import RS_MODES
 from flowcorr.correction.presets import NAMES
 from flowcorr.errors import ConfigError, shortened
-from flowcorr.imports import import_target
-from flowcorr.instruments.doctor.checks import CAUSES, CHECKS
-from flowcorr.instruments.fault_words import FAULTS
-from flowcorr.instruments.metrics.metric import Metric
-from flowcorr.instruments.metrics.table import (
+from flowcorr.health.metric import Metric
+from flowcorr.health.table import (
     METRICS,
     RULES,
     find_metric,
     own_row,
     progress_labels,
 )
+from flowcorr.imports import import_target
+from flowcorr.instruments.doctor.checks import CAUSES, CHECKS
+from flowcorr.instruments.fault_words import FAULTS
 from flowcorr.instruments.reference.glossary import SYNONYMS, WORDS, find_word
 from flowcorr.instruments.reference.interfaces import INTERFACES, find_interface, rows_of
 from flowcorr.instruments.reference.keys import find_key, keys

@@ -58,9 +58,9 @@ INTERFACES: Mapping[str, Callable[[Any], Iterator[Row]]] = {
     "flowcorr.config.Engine": fields,
     "flowcorr.rollout.base.RolloutEngine": members,
     "flowcorr.models.base.ModelFamily": members,
-    "flowcorr.instruments.metrics.Metric": fields,
-    "flowcorr.instruments.metrics.Rule": fields,
-    "flowcorr.instruments.metrics.Units": fields,
+    "flowcorr.health.Metric": fields,
+    "flowcorr.health.Rule": fields,
+    "flowcorr.health.Units": fields,
     "flowcorr.questions.question.Question": fields,
     "flowcorr.rewards.Reward": members,
 }

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import flowcorr
 from flowcorr.correction import PRESETS, RolloutCorrectionConfig
 from flowcorr.correction.modes import RS_MODES
-from flowcorr.instruments import image_drift, jumps, replicas
+from flowcorr.health import image_drift, jumps, replicas
+from flowcorr.health.metric import Metric
+from flowcorr.health.rule import Rule, Units
+from flowcorr.health.table import METRICS, SECTIONS, progress_labels
 from flowcorr.instruments.doctor.checks import CAUSES, CHECKS
 from flowcorr.instruments.fault_words import FAULTS
-from flowcorr.instruments.metrics.metric import Metric
-from flowcorr.instruments.metrics.rule import Rule, Units
-from flowcorr.instruments.metrics.table import METRICS, SECTIONS, progress_labels
 from flowcorr.instruments.reference.glossary import SYNONYMS, WORDS
 from flowcorr.instruments.reference.interfaces import INTERFACES, rows_of
 from flowcorr.instruments.reference.keys import keys

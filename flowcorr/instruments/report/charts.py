@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from flowcorr.config.run import SERVED
+from flowcorr.health.rule import Rule
+from flowcorr.health.table import rule_of
 from flowcorr.instruments.drawing import HEIGHT, PALETTE, Chart
-from flowcorr.instruments.finding import Charts
-from flowcorr.instruments.metrics.rule import Rule
-from flowcorr.instruments.metrics.table import rule_of
+from flowcorr.instruments.outcome import Charts
 from flowcorr.instruments.plan.answers import duration
 from flowcorr.instruments.plots import (
     BandPoint,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from flowcorr.instruments.finding import Finding, Level
+from flowcorr.health.finding import Finding, Level
 from flowcorr.instruments.report.runs import Run
 
 Change = Literal["rose", "fell", "did not move", "unknown"]

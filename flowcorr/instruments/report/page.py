@@ -8,14 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flowcorr.instruments.finding import LEVELS, Charts, Column, Fact, Finding, Report, Table, on_files
-from flowcorr.instruments.metrics.table import rules_of
-from flowcorr.instruments.replicas import places_of, worker_table
+from flowcorr.health.finding import LEVELS, Finding
+from flowcorr.health.rules import examine_run, is_step, matters
+from flowcorr.health.table import rules_of
+from flowcorr.instruments.outcome import Charts, Column, Fact, Report, Table, on_files
 from flowcorr.instruments.report.charts import chart_sections, legend, marks
 from flowcorr.instruments.report.learning import CHANGES, Change, learning_of
 from flowcorr.instruments.report.pictures import pictures
 from flowcorr.instruments.report.runs import Group, Run, differences, group_by_seed, read_run
-from flowcorr.instruments.rules import examine_run, is_step, matters
+from flowcorr.instruments.rollout_workers import places_of, worker_table
 from flowcorr.trainer.run_folder import resume_command
 
 _HEADLINES = ("eval/reward", "eval/exact_match", "reward/mean")

@@ -13,9 +13,9 @@ from pathlib import Path
 from markupsafe import Markup
 from PIL import Image, UnidentifiedImageError
 
-from flowcorr.instruments.image_drift import ImageDrift, largest_drift
+from flowcorr.health.image_drift import ImageDrift, largest_drift
+from flowcorr.health.rules import is_step
 from flowcorr.instruments.report.runs import Run
-from flowcorr.instruments.rules import is_step
 from flowcorr.instruments.thinning import spread_out
 from flowcorr.trackers import IMAGES_FOLDER
 

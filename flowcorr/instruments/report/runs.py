@@ -13,14 +13,14 @@ from typing import Any
 from flowcorr import dumps
 from flowcorr.config import Config, dotted
 from flowcorr.errors import ConfigError
+from flowcorr.health.finding import Finding
+from flowcorr.health.metric import Metric
+from flowcorr.health.rule import Units
+from flowcorr.health.rules import NUM_ELEMENTS, logged_num_elements, units_of, units_of_setting
+from flowcorr.health.setting import Setting
+from flowcorr.health.table import METRICS, rows_of
 from flowcorr.instruments.dumped_loss import UNBOUNDED
-from flowcorr.instruments.finding import Finding
-from flowcorr.instruments.metrics.metric import Metric
-from flowcorr.instruments.metrics.rule import Units
-from flowcorr.instruments.metrics.table import METRICS, rows_of
 from flowcorr.instruments.plots import BandPoint
-from flowcorr.instruments.rules import NUM_ELEMENTS, logged_num_elements, units_of, units_of_setting
-from flowcorr.instruments.setting import Setting
 from flowcorr.instruments.step_files import survey
 from flowcorr.instruments.steps import DumpedRun, diagnosed, is_run, of_own_run, read_dumped
 from flowcorr.instruments.steps import records as dumped_records

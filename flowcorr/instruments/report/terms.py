@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flowcorr.health.setting import Setting
 from flowcorr.instruments.dumped_loss import hides_limit, ratio_limit
 from flowcorr.instruments.report.runs import Group
-from flowcorr.instruments.setting import Setting
 from flowcorr.instruments.step_files import holds_trainer, trained_log_probs
 from flowcorr.instruments.steps import as_terms
 from flowcorr.losses import Loss, clip_by_term, loss_of, pool_log_ratio

@@ -14,12 +14,11 @@ from instruments.gaps import D
 from flowcorr.config import Config, load, recipe_names
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.health.finding import as_overrides
+from flowcorr.health.setting import Setting, limit_at
 from flowcorr.instruments.audit import advice as rules
 from flowcorr.instruments.audit.advice import kind_of, mode_of
 from flowcorr.instruments.audit.facts import NEGLIGIBLE_NATS, Facts
-from flowcorr.instruments.finding import as_overrides
-from flowcorr.instruments.gap_words import limit_at
-from flowcorr.instruments.setting import Setting
 from flowcorr.rollout.precision import LARGEST_DISTANCE
 
 SETTING = replace(

@@ -14,8 +14,8 @@ from instruments.gaps import normal_gap
 from flowcorr import config
 from flowcorr.algorithm.apply import correct
 from flowcorr.correction import OFF, RolloutCorrectionConfig, compute_rollout_correction_and_rejection_mask
+from flowcorr.health.setting import Setting
 from flowcorr.instruments.audit.effect import Steps, effect, obstacle, stack, steps_of
-from flowcorr.instruments.setting import Setting
 from flowcorr.instruments.steps import read_dumped
 from flowcorr.losses import flow_dppo, flow_grpo, grpo_guard, reinforce
 from flowcorr.records import Terms

@@ -6,10 +6,10 @@ import pytest
 from instruments.gaps import D, normal_gap
 
 from flowcorr.config import Config
+from flowcorr.health.setting import Setting
 from flowcorr.instruments.audit.explained import Beyond
 from flowcorr.instruments.audit.facts import NEGLIGIBLE_NATS, Facts
 from flowcorr.instruments.gap_table import Gap
-from flowcorr.instruments.setting import Setting
 
 SETTING = Setting.of(Config())
 

@@ -6,11 +6,11 @@ import pytest
 from instruments.gaps import D, normal_gap
 
 from flowcorr.config import load
+from flowcorr.health.finding import Finding
+from flowcorr.health.setting import Setting
 from flowcorr.instruments.audit.facts import Facts
 from flowcorr.instruments.audit.judge import report_of
-from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.gap_table import Gap
-from flowcorr.instruments.setting import Setting
 
 SETTING = Setting.of(load("tiny_ocr_lora"))
 

@@ -12,12 +12,12 @@ from flowcorr.algorithm.bands import WARM_UP
 from flowcorr.config import Config
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import PRESETS
+from flowcorr.health.setting import Setting
 from flowcorr.instruments.audit.measure import as_steps
 from flowcorr.instruments.audit.presets import compare
 from flowcorr.instruments.audit.tables import exact_ess, gap_chart, joint_nats, outliers, scale_table
 from flowcorr.instruments.faults import delta
 from flowcorr.instruments.gap_table import Gap, step_table
-from flowcorr.instruments.setting import Setting
 from flowcorr.records import Terms
 
 

@@ -12,8 +12,8 @@ from instruments.doctor.faults import (
 )
 
 from flowcorr.config import load
+from flowcorr.health.rules import units_of
 from flowcorr.instruments.doctor import examine, precision
-from flowcorr.instruments.rules import units_of
 from flowcorr.rollout.precision import trainer_quantization, usual_gap
 from tests.judging import examine_step
 from tests.planted.plants import merging, own_engine, scheduled

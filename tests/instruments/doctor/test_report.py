@@ -2,9 +2,9 @@
 
 import pytest
 
+from flowcorr.health.finding import LEVELS, Finding
 from flowcorr.instruments.doctor.findings import of_check
 from flowcorr.instruments.doctor.report import of_captured, worst
-from flowcorr.instruments.finding import LEVELS, Finding
 from flowcorr.instruments.page import exit_code
 
 CAUSE = "noise_reused"

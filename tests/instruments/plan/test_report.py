@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from flowcorr.config import load
-from flowcorr.instruments.finding import as_overrides
+from flowcorr.health.finding import as_overrides
 from flowcorr.instruments.page import as_json
 from flowcorr.instruments.plan.answers import MARGIN
 from flowcorr.instruments.plan.devices import GPUS

@@ -5,8 +5,8 @@ import pytest
 from flowcorr.cli import main
 from flowcorr.correction.modes import RS_MODES
 from flowcorr.correction.presets import NAMES
+from flowcorr.health.table import RULES
 from flowcorr.instruments.doctor.checks import CAUSES, CHECKS
-from flowcorr.instruments.metrics.table import RULES
 from flowcorr.instruments.reference.explain import explanation
 from flowcorr.instruments.reference.glossary import WORDS
 
@@ -90,7 +90,7 @@ def test_an_unknown_name_shows_near_ones(capsys):
 OWN = """
 from flowcorr.correction import Mode
 from flowcorr.correction.modes import SQUARE
-from flowcorr.instruments.metrics import Metric, Rule
+from flowcorr.health import Metric, Rule
 
 FACES = Metric(
     name="reward/faces",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import flowcorr
-from flowcorr.instruments.metrics.table import find_metric
+from flowcorr.health.table import find_metric
 from flowcorr.instruments.reference.explain import explanation
 from flowcorr.instruments.reference.glossary import SYNONYMS, WORDS, find_word
 

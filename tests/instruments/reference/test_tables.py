@@ -7,9 +7,9 @@ import pytest
 from flowcorr.cli import main
 from flowcorr.correction import PRESETS
 from flowcorr.correction.modes import RS_MODES
+from flowcorr.health.table import METRICS, RULES
 from flowcorr.instruments.doctor.checks import CAUSES, CHECKS
 from flowcorr.instruments.fault_words import FAULTS
-from flowcorr.instruments.metrics.table import METRICS, RULES
 from flowcorr.instruments.reference.explain import explanation
 from flowcorr.instruments.reference.glossary import WORDS
 from flowcorr.instruments.reference.interfaces import INTERFACES

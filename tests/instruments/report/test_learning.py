@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 
 from flowcorr.config import load
+from flowcorr.health.setting import Setting
 from flowcorr.instruments.report.learning import learning_of
 from flowcorr.instruments.report.runs import Run
-from flowcorr.instruments.setting import Setting
 
 
 def run_of(*records):

@@ -9,7 +9,7 @@ import pytest
 
 from flowcorr.config import RewardTerm
 from flowcorr.data import PromptStream
-from flowcorr.instruments.rules import units_of
+from flowcorr.health.rules import units_of
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.records import Prompt
 from flowcorr.rewards import build_reward

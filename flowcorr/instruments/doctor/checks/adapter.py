@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from flowcorr.health.finding import Finding
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import failed, passed, skipped
-from flowcorr.instruments.finding import Finding
 
 REMEDY = "mend the named method of {place}; flowcorr.models.compare_with_pipeline repeats this comparison"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from flowcorr import dumps
+from flowcorr.health.finding import Finding
 from flowcorr.instruments.doctor.captured import Captured
 from flowcorr.instruments.doctor.findings import failed, passed, skipped
-from flowcorr.instruments.finding import Finding
 
 CENTRED = 0.05  # mean of advantages, in their standard deviations: filtered samples shift it a little
 ERRORS = 3.0  # standard errors of that mean, where the other samples of a group were not dumped

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from flowcorr.health.finding import Finding
+from flowcorr.health.setting import Setting, clip_key, clip_text
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import judged, passed
-from flowcorr.instruments.finding import Finding, Table
 from flowcorr.instruments.gap_table import Gap, step_table
-from flowcorr.instruments.gap_words import clip_key, clip_text
-from flowcorr.instruments.setting import Setting
+from flowcorr.instruments.outcome import Table
 from flowcorr.losses import loss_of
 from flowcorr.records import Terms
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from flowcorr.health.finding import Finding
 from flowcorr.instruments.doctor.checks.prompts import REMEDIES, explained, lies_with
 from flowcorr.instruments.doctor.exam import EXPLAINED, FACTOR_ERRORS, Exam
 from flowcorr.instruments.doctor.findings import failed, passed
 from flowcorr.instruments.doctor.trials import NEGATIVE, Fit, score_means
-from flowcorr.instruments.finding import Finding
 from flowcorr.rollout.precision import NO_GAP, coarse_weights
 from flowcorr.sde.transition import over_elements
 

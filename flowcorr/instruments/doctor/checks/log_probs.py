@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from flowcorr import dumps, sde
+from flowcorr.health.finding import LEVELS, Finding
 from flowcorr.instruments.doctor.captured import Captured
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import failed, judged, passed
 from flowcorr.instruments.doctor.legs import MEAN, Convention
 from flowcorr.instruments.faults import diagnose
-from flowcorr.instruments.finding import LEVELS, Finding
 from flowcorr.instruments.steps import gap_of
 from flowcorr.questions.compared import log_prob_errors
 from flowcorr.questions.question import ERRORS, LOG_PROBS

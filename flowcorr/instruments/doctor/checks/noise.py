@@ -9,13 +9,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from flowcorr.health.finding import Finding
 from flowcorr.instruments.doctor.captured import Captured
 from flowcorr.instruments.doctor.exam import Exam, rms
 from flowcorr.instruments.doctor.findings import failed, judged, passed, skipped
 from flowcorr.instruments.doctor.legs import Legs
 from flowcorr.instruments.doctor.stack import Stack
 from flowcorr.instruments.doctor.trials import Trial
-from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.stored import stored_in
 from flowcorr.metrics import Metrics
 from flowcorr.questions.compared import beside_seeds, standard_errors

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from flowcorr.health.finding import Finding
 from flowcorr.instruments.doctor.checks.timesteps import same
 from flowcorr.instruments.doctor.exam import FACTOR_ERRORS, Exam
 from flowcorr.instruments.doctor.findings import failed, judged, skipped
-from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.gap_words import percent
 from flowcorr.models import DTYPES
 from flowcorr.questions.compared import velocity_gaps

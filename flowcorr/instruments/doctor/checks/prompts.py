@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from flowcorr.health.finding import Finding
 from flowcorr.instruments.doctor.exam import Exam, largest_gap
 from flowcorr.instruments.doctor.findings import failed, judged, passed
 from flowcorr.instruments.doctor.other_inputs import explanation
 from flowcorr.instruments.doctor.trials import REFERENCES
-from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.gap_words import percent
 
 EMBEDDING_TOLERANCE = 2e-2  # relative: rounding to bfloat16 costs at most 4e-3, another word 0.9

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from flowcorr.data import load_prompts
 from flowcorr.errors import BackendError, BatchError
+from flowcorr.health.finding import Finding
 from flowcorr.instruments.doctor.captured import Captured
 from flowcorr.instruments.doctor.findings import passed, skipped, warned
-from flowcorr.instruments.finding import Finding
 from flowcorr.questions.question import REWARD
 from flowcorr.questions.replay import reward_gaps
 from flowcorr.records import Prompt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from flowcorr.health.finding import Finding
 from flowcorr.instruments.doctor.captured import Captured
 from flowcorr.instruments.doctor.checks import CAUSES, CHECKS
 from flowcorr.instruments.doctor.checks.adapter import check_adapter
@@ -38,7 +39,6 @@ from flowcorr.instruments.doctor.checks.trajectory import (
 from flowcorr.instruments.doctor.checks.weights import check_attention, check_lora, check_sync, check_weights
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import judged, of_check, skipped
-from flowcorr.instruments.finding import Finding
 from flowcorr.metrics import Metrics
 from flowcorr.questions.ask import ask
 from flowcorr.questions.question import LATENTS, STDS, TRAJECTORIES, Question, own_questions

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowcorr.health.finding import Finding
 from flowcorr.instruments.doctor.captured import Captured
 from flowcorr.instruments.doctor.findings import failed, passed, skipped
 from flowcorr.instruments.doctor.fitting import fitted
@@ -20,7 +21,6 @@ from flowcorr.instruments.doctor.shifts import (
     with_shift,
 )
 from flowcorr.instruments.doctor.stack import Stack
-from flowcorr.instruments.finding import Finding
 from flowcorr.models import ModelFamily
 
 _SAME = 2e-6  # of sigmas: float32 tables made in another order of operations

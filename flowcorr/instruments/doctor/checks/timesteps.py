@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from flowcorr.health.finding import Finding
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import failed, passed, warned
 from flowcorr.instruments.doctor.trials import score_means
-from flowcorr.instruments.finding import Finding
 from flowcorr.models import DTYPES
 from flowcorr.rollout.precision import NO_GAP
 

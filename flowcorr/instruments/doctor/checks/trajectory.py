@@ -6,9 +6,9 @@ import itertools
 
 import torch
 
+from flowcorr.health.finding import Finding
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import failed, judged, passed
-from flowcorr.instruments.finding import Finding
 from flowcorr.questions.question import SIGMAS, WINDOWS
 from flowcorr.rollout.broken import decoder_dtype, overflow
 

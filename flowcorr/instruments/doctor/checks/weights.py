@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
+from flowcorr.health.finding import Finding
 from flowcorr.instruments.doctor import precision
 from flowcorr.instruments.doctor.exam import EXPLAINED, Exam, largest_gap
 from flowcorr.instruments.doctor.findings import failed, judged, passed, skipped
 from flowcorr.instruments.doctor.other_inputs import named
 from flowcorr.instruments.doctor.trials import score_means
-from flowcorr.instruments.finding import Finding
 from flowcorr.instruments.gap_words import percent, two_digits
 from flowcorr.questions.compared import velocity_gap
 from flowcorr.rollout.base import AS_SENT, attention_name

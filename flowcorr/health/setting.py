@@ -1,13 +1,15 @@
-"""Loss, correction and schedule of a run, which corrections and losses read beside its terms."""
+"""Loss, correction and schedule of a run, which corrections, losses and rules read beside its terms."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from flowcorr.algorithm import MeasuredBands
 from flowcorr.config.schema import ActorConfig, Config
 from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.losses import resolve_loss
 from flowcorr.rollout.precision import trainer_quantization
 
 
@@ -53,3 +55,28 @@ class Setting:
     def bands(self) -> MeasuredBands:
         """Bands of `auto` thresholds that have measured nothing yet."""
         return MeasuredBands(self.actor, num_steps=self.num_steps, window_size=self.window_size)
+
+
+def num_terms(config: Config) -> int:
+    """SDE steps whose gap a training step measures: `B T`, or in bypass mode those of the first update."""
+    terms = config.rollout.prompts_per_step * config.rollout.n * config.sampling.sde_window_size
+    in_bypass = config.algorithm.rollout_correction.mode in ("bypass", "auto")
+    return terms // config.actor.mini_batches if in_bypass else terms
+
+
+def clip_key(actor: ActorConfig) -> str:
+    """The key that bounds the ratio, with its value; empty where the loss has none."""
+    limit = resolve_loss(actor).limit
+    return "" if limit is None else f"actor.{limit.key}={clip_text(getattr(actor, limit.key))}"
+
+
+def clip_text(clip_ratio: float | Sequence[float]) -> str:
+    """A clip range in words: the number, or those by step index."""
+    if isinstance(clip_ratio, Sequence):
+        return "[" + ", ".join(f"{value:g}" for value in clip_ratio) + "]"
+    return f"{clip_ratio:g}"
+
+
+def limit_at(limit: float | Sequence[float], step_index: int) -> float:
+    """A clip range at one step of the schedule."""
+    return limit[step_index] if isinstance(limit, Sequence) else limit

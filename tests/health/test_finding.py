@@ -1,19 +1,17 @@
-"""A report holds plain values, and its keys load."""
+"""A finding is a line of a log, and its keys load."""
 
-import json
 import shlex
 from dataclasses import replace
 
 import pytest
 
 from flowcorr.config import load
-from flowcorr.instruments.finding import Column, Fact, Finding, Report, Table, as_overrides, shown, worst
+from flowcorr.health.finding import Finding, as_overrides, shown, worst
 
 
-def test_the_worst_level_is_that_of_the_report():
-    findings = [Finding(level=level, cause="x", sentence="y") for level in ("healthy", "warning", "note")]
-    assert Report(title="", verdict="", findings=findings).level == "warning"
-    assert Report(title="", verdict="").level == worst([]) == "healthy"
+def test_the_worst_level_of_none_is_healthy():
+    assert worst(["note", "warning", "healthy"]) == "warning"
+    assert worst([]) == "healthy"
 
 
 def test_a_finding_is_a_line_of_a_log():
@@ -22,23 +20,8 @@ def test_a_finding_is_a_line_of_a_log():
     )
     assert str(finding) == "note: it grew (step 7, kl 0.123); look"
     assert str(Finding(level="note", cause="kl", sentence="it grew")) == "note: it grew"
+    assert [shown(None), shown([1, 0.5]), shown(True)] == ["-", "1 0.5", "True"]
     assert str(replace(finding, reason="it was 0")) == "note: it grew; it was 0 (step 7, kl 0.123); look"
-
-
-def test_data_are_finite_and_under_their_names():
-    columns = [Column(name="step", words=True), Column(name="gap", heading="|delta|", show="{:.1e}".format)]
-    table = Table(name="steps", title="By step", columns=columns, rows=[(0, 0.1), (1, float("nan"))])
-    report = Report(title="a", verdict="b", facts=[Fact(name="nats", value=1.5)], tables=[table])
-    data = json.loads(json.dumps(report.to_mapping(), allow_nan=False))
-    assert data["facts"] == {"nats": 1.5}
-    assert data["tables"] == {"steps": [{"step": 0, "gap": 0.1}, {"step": 1, "gap": None}]}
-    assert (report.fact("nats"), report.fact("none"), report.table("none")) == (1.5, None, [])
-    assert (table.header, table.num_words, table.cells((None, 0.1))) == (
-        ["step", "|delta|"],
-        1,
-        ["-", "1.0e-01"],
-    )
-    assert shown(None) == "-"
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from flowcorr.instruments.metrics.metric import NATS, Drawn, row, under
-from flowcorr.instruments.metrics.of_residuals import RESIDUALS, image_limit
-from flowcorr.instruments.metrics.rule import DOCTOR, PERSISTENT, Rule, Units
+from flowcorr.health.metric import NATS, Drawn, row, under
+from flowcorr.health.of_residuals import RESIDUALS, image_limit
+from flowcorr.health.rule import DOCTOR, PERSISTENT, Rule, Units
 from flowcorr.questions.question import AFTER, BEFORE, BETWEEN, ERRORS, IMAGES_REMEDY, REWARD
 
 _ROUNDED = 1e-5  # nats a latent element: the rounding of a log-prob in float32

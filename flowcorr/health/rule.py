@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from flowcorr.instruments.finding import LEVELS, Finding, Level
+from flowcorr.health.finding import LEVELS, Finding, Level
 from flowcorr.rollout.precision import LARGEST_DISTANCE, LARGEST_GAP
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 
 from flowcorr.config.engines import ENGINES
-from flowcorr.instruments.metrics.metric import Metric, row
-from flowcorr.instruments.metrics.rule import Limit, Rule, Units
+from flowcorr.health.metric import Metric, row
+from flowcorr.health.rule import Limit, Rule, Units
 from flowcorr.questions.question import AFTER, BEFORE, IMAGES_REMEDY, STEP_NOISE
 from flowcorr.rollout.precision import coarse_weights, image_limit_of
 

@@ -3,8 +3,8 @@
 import pytest
 
 from flowcorr.config import load
-from flowcorr.instruments.metrics.rule import Units
-from flowcorr.instruments.metrics.table import RULES
+from flowcorr.health.rule import Units
+from flowcorr.health.table import RULES
 from flowcorr.questions.residual_terms import RESIDUALS
 from tests.judging import examine_step
 

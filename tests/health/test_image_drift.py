@@ -2,9 +2,9 @@
 
 import pytest
 
-from flowcorr.instruments.image_drift import DriftDetector, largest_drift
-from flowcorr.instruments.metrics.rule import Units
-from flowcorr.instruments.rules import HealthMonitor, examine_run
+from flowcorr.health.image_drift import DriftDetector, largest_drift
+from flowcorr.health.rule import Units
+from flowcorr.health.rules import HealthMonitor, examine_run
 
 START = {
     "reward/mean": 0.5,

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from flowcorr.correction.modes import MAD_TO_STD, OUTLIER_Z
-from flowcorr.instruments.metrics.rule import DOCTOR, BrokenRule, Rule
+from flowcorr.health.rule import DOCTOR, BrokenRule, Rule
 from flowcorr.rollout.precision import NO_GAP
 
 # Each measure, with the value up to which float32 explains it.

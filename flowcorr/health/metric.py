@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from flowcorr.instruments.metrics.rule import Rule
+from flowcorr.health.rule import Rule
 
 if TYPE_CHECKING:
     from flowcorr.metrics import Stat

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from flowcorr.instruments.metrics.metric import NATS, Drawn, row, under
-from flowcorr.instruments.metrics.rule import DOCTOR, PERSISTENT, Limit, Rule, Units
+from flowcorr.health.metric import NATS, Drawn, row, under
+from flowcorr.health.rule import DOCTOR, PERSISTENT, Limit, Rule, Units
 from flowcorr.questions.normal import Moment, ranges
 from flowcorr.questions.question import (
     LATENTS,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flowcorr.instruments.metrics.metric import Drawn, row, under
-from flowcorr.instruments.metrics.rule import DOCTOR, PERSISTENT, Rule, Units
+from flowcorr.health.metric import Drawn, row, under
+from flowcorr.health.rule import DOCTOR, PERSISTENT, Rule, Units
 
 _BENIGN = f"{DOCTOR}; widen rollout_rs_threshold only if the drift is benign, such as plain rounding"
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from flowcorr.instruments.metrics.table import find_metric
-from flowcorr.instruments.rules import units_of
+from flowcorr.health.rules import units_of
+from flowcorr.health.table import find_metric
 from flowcorr.questions.residual_terms import PREFIX, RESIDUALS, UNSEEN
 from tests.judging import examine_step
 

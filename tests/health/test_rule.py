@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowcorr.instruments.metrics import Metric, Rule
-from flowcorr.instruments.metrics.metric import over
-from flowcorr.instruments.metrics.rule import Units
-from flowcorr.instruments.metrics.table import METRICS, find_metric, rule_of
+from flowcorr.health import Metric, Rule
+from flowcorr.health.metric import over
+from flowcorr.health.rule import Units
+from flowcorr.health.table import METRICS, find_metric, rule_of
 
 CAP = "rollout_corr/rollout_is_raw_max"
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flowcorr.instruments.metrics.of_run import RUN
-from flowcorr.instruments.metrics.rule import BrokenRule, Rule
+from flowcorr.health.of_run import RUN
+from flowcorr.health.rule import BrokenRule, Rule
 
 PREFIX = "reward/image/"
 _METRICS = [row.name for row in RUN if row.name.startswith(PREFIX)]

@@ -1,7 +1,7 @@
 """What is read from a configuration, and that nothing else is needed."""
 
 from flowcorr.config import load
-from flowcorr.instruments.setting import Setting
+from flowcorr.health.setting import Setting
 
 
 def test_a_configuration_gives_loss_correction_and_schedule():

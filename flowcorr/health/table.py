@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from flowcorr.config.schema import Config
 from flowcorr.errors import ConfigError
+from flowcorr.health.metric import Metric, named, over
+from flowcorr.health.of_correction import REJECTION, WEIGHTS
+from flowcorr.health.of_gap import DRIFT, STEPS, WORKERS
+from flowcorr.health.of_run import RUN, UPDATE
+from flowcorr.health.rule import Rule
 from flowcorr.imports import import_target
-from flowcorr.instruments.metrics.metric import Metric, named, over
-from flowcorr.instruments.metrics.of_correction import REJECTION, WEIGHTS
-from flowcorr.instruments.metrics.of_gap import DRIFT, STEPS, WORKERS
-from flowcorr.instruments.metrics.of_run import RUN, UPDATE
-from flowcorr.instruments.metrics.rule import Rule
 from flowcorr.questions.question import own_questions
 
 SECTIONS: dict[str, tuple[Metric, ...]] = {
@@ -75,9 +75,7 @@ def own_row(key: str, path: str) -> Metric:
     """
     row = import_target(key, path, "a row of metrics")
     if not isinstance(row, Metric):
-        raise ConfigError(
-            f"{key}={path!r} is of type {type(row).__name__}; name a flowcorr.instruments.metrics.Metric"
-        )
+        raise ConfigError(f"{key}={path!r} is of type {type(row).__name__}; name a flowcorr.health.Metric")
     base = find_metric(row.name)
     if row.measure is not None and base is not None:
         raise ConfigError(

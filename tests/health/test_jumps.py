@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from flowcorr.instruments.jumps import EARLIER, JumpDetector
-from flowcorr.instruments.metrics.rule import Units
-from flowcorr.instruments.rules import HealthMonitor, examine_run
+from flowcorr.health.jumps import EARLIER, JumpDetector
+from flowcorr.health.rule import Units
+from flowcorr.health.rules import HealthMonitor, examine_run
 
 GAP = "rollout_corr/logprob_abs_diff_mean"
 

@@ -4,8 +4,8 @@ import pytest
 
 from flowcorr import config
 from flowcorr.errors import ConfigError
-from flowcorr.instruments.metrics import Metric, Rule
-from flowcorr.instruments.metrics.table import METRICS, RULES, find_metric, progress_labels, rows_of
+from flowcorr.health import Metric, Rule
+from flowcorr.health.table import METRICS, RULES, find_metric, progress_labels, rows_of
 
 
 def test_every_health_rule_has_its_metric():

@@ -9,15 +9,13 @@ from types import MappingProxyType
 from typing import Any
 
 from flowcorr.config.schema import Config
-from flowcorr.instruments.finding import LEVELS, Finding, Level
-from flowcorr.instruments.gap_size import num_terms
-from flowcorr.instruments.gap_words import clip_key
-from flowcorr.instruments.image_drift import DriftDetector
-from flowcorr.instruments.jumps import JumpDetector
-from flowcorr.instruments.metrics.rule import BrokenRule, Rule, Units
-from flowcorr.instruments.metrics.table import RULES
-from flowcorr.instruments.replicas import ReplicaMonitor
-from flowcorr.instruments.setting import Setting
+from flowcorr.health.finding import LEVELS, Finding, Level
+from flowcorr.health.image_drift import DriftDetector
+from flowcorr.health.jumps import JumpDetector
+from flowcorr.health.replicas import ReplicaMonitor
+from flowcorr.health.rule import BrokenRule, Rule, Units
+from flowcorr.health.setting import Setting, clip_key, num_terms
+from flowcorr.health.table import RULES
 from flowcorr.rollout.precision import usual_gap
 
 NUM_ELEMENTS, USUAL_GAP = "rollout/num_elements", "rollout/usual_gap"
