@@ -20,9 +20,8 @@ from flowcorr.records import check_shape, check_tensor
 
 AdvantageStd = Literal["group", "global", "none"]
 ADVANTAGE_STDS = ("group", "global", "none")
-LARGEST = (
-    1e100  # of a reward: squares of larger ones overflow, and a std that is infinite makes every advantage 0
-)
+# The largest reward. Squares of larger ones overflow, and with an infinite std every advantage is 0.
+LARGEST = 1e100
 
 
 def group_advantages(
@@ -53,6 +52,8 @@ def group_advantages(
     _check(rewards, group_ids)
     values = rewards.double()
     groups, counts, equal = _groups(values, group_ids)
+    # The group's mean is the baseline: it takes out how hard the prompt is. Each reward is part of its own baseline,
+    # so for a group of n the expected gradient is (n - 1) / n of the unbiased one.
     mean = _sum_by_group(values, groups, counts) / counts
     centred = values - mean[groups]
     scaled = centred if std == "none" else centred / (_scale(values, centred, groups, counts, std) + eps)
@@ -62,7 +63,7 @@ def group_advantages(
 
 
 def recentre(advantages: Tensor, group_ids: Tensor, keep: Tensor) -> Tensor:
-    """Advantages whose mean over the kept terms of each group is 0 again.
+    """Recentre advantages to mean 0 over the kept terms of each group.
 
     A group of which every term is kept, and one of which none is, keep theirs to the last bit; a sample that is left
     alone gets 0. Nothing is divided by the std again.

@@ -58,7 +58,7 @@ class DiffusionActor:
         return self.optimizer.update(batch, correction, training_step=training_step, observe=observe)
 
     def _choose_passes(self, rollout: Rollout) -> None:
-        """Bound the passes, and measure once whether those with all steps at once pay."""
+        """Bound the size of the passes, and measure once whether folding all steps into one pass is faster."""
         bound_passes(self.scorer, rollout)
         if self._measures_folding and self.scorer.passes.folded and rollout.num_samples:
             first = self.scorer.micro_batches(rollout.num_samples)[0]

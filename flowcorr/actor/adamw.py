@@ -108,7 +108,7 @@ class AdamW8bit:
         _step(self.inner, learning_rate)
 
     def state(self) -> dict[str, Tensor]:
-        """The moments in float32 and the step counts, named and shaped as those of `AdamW`.
+        """The moments in float32 and the step counts, with the names and shapes of torch's `AdamW`.
 
         They come to host memory one after the other, since a GPU may have no room for all of them. Of sharded weights
         the main rank gets whole moments; every rank has to call.
@@ -121,8 +121,8 @@ class AdamW8bit:
             tensors[f"{name}.step"] = torch.tensor(float(num_steps))
             for moment, number in _MOMENTS.items():
                 whole = fsdp.as_shard_of(parameter, self._values(name, number))
-                found = fsdp.gathered({f"{name}.{moment}": whole})
-                tensors |= {key: value.cpu() for key, value in found.items()}
+                gathered = fsdp.gathered({f"{name}.{moment}": whole})
+                tensors |= {key: value.cpu() for key, value in gathered.items()}
         return tensors
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:

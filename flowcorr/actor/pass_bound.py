@@ -55,7 +55,7 @@ def bound_passes(scorer: Scorer, rollout: Rollout) -> None:
 
 
 def _largest_pass(scorer: Scorer, rollout: Rollout) -> int:
-    """Rows whose bytes are within the bound; at least 1."""
+    """Largest number of rows that fits into the bound in bytes; at least 1."""
     device = scorer.weights.device
     first = torch.zeros(1, dtype=torch.long, device=rollout.group_ids.device)
     one, two = (rollout.select(first.repeat(rows)).step(0) for rows in (1, 2))
@@ -113,7 +113,7 @@ def _peak(scorer: Scorer, rollout: Rollout) -> int:
 
 
 def _room(scorer: Scorer, device: torch.device) -> float:
-    """Bytes of a GPU that a pass may take, beside gradients and the optimizer's moments, which do not exist yet."""
+    """Bytes of a GPU that a pass may take; gradients and moments, which do not exist yet, are set aside."""
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     trained = sum(parameter.nbytes for parameter in scorer.weights.parameters.values())
     return GPU_SHARE * (free_memory(device) + cached - 3 * trained)

@@ -74,7 +74,7 @@ class Scorer:
         return Scores.concatenate(steps, dim=1)
 
     def score_finite(self, rollout: Rollout, dropped: Tensor) -> Scores:
-        """`score`, where samples whose forward is not finite have log-probs of NaN and carry no gradient.
+        """Score samples; log-probs of a forward that is not finite become NaN and carry no gradient.
 
         Behind a mask in the loss, the gradient of such a sample would be 0 times infinity, so the others are scored
         again without it. Sharded weights allow no forward pass that other ranks do not make: there, a gradient that is
@@ -154,7 +154,7 @@ class Scorer:
         return [slice(begin, begin + size) for begin in range(0, num_samples, size)]
 
     def num_fillers(self, num_micro_batches: int, filler_sample: Rollout) -> int:
-        """How many micro-batches this rank lacks beside the rank that has most; 0 unless weights are sharded.
+        """Number of filler micro-batches that this rank needs; 0 unless weights are sharded.
 
         A forward pass through sharded weights needs all ranks, so this is called before the first of them.
 

@@ -102,7 +102,7 @@ class PolicyOptimizer:
         training_step: int,
         observe: Observe | None = None,
     ) -> Update:
-        """Take `epochs * mini_batches` optimizer steps on a batch whose `old_log_probs` are known.
+        """Take `epochs * mini_batches` optimizer steps on a batch that has `old_log_probs`.
 
         Args:
             batch: the samples.
@@ -179,7 +179,7 @@ class PolicyOptimizer:
         return parts
 
     def _has_gradient(self, advantages: Tensor, correction: RolloutCorrectionConfig, is_read: bool) -> Tensor:
-        """Which samples `[B]` may have a gradient; that of the others is 0 whatever their scores are."""
+        """Bool `[B]`, samples that may have a gradient; the gradient of the others is 0 for any scores."""
         scaled = loss_of(self.config.actor, correction).scaled_by_advantage and not self.config.actor.kl_coef
         # Sharded weights want as many forward passes on every rank, with a graph or without one.
         if not scaled or (is_read and self.weights.sharded):
@@ -367,7 +367,7 @@ def _loss_metrics(batch: ActorBatch, parts: Sequence[Part]) -> Metrics:
 
 
 def _counted(batch: ActorBatch, samples: Tensor) -> LossOutput:
-    """The loss of `samples` `[b]` that are not scored: 0, over the terms whose old log-probs are finite."""
+    """A loss of 0 for `samples` `[b]` that are not scored, with the counts of their finite and kept terms."""
     assert batch.old_log_probs is not None
     finite = batch.old_log_probs[samples].isfinite()
     kept = finite if batch.keep is None else finite & batch.keep[samples]

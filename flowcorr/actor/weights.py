@@ -92,7 +92,7 @@ class TrainedWeights:
         return Weights(version=self.version, tensors=tensors)
 
     def for_engine(self) -> Weights:
-        """The weights for an engine's `sync`: a copy, or the version alone where the engine shares them."""
+        """The weights for an engine's `sync`: a copy, or the version alone if the engine shares them."""
         return Weights(version=self.version, tensors={}) if self._shared else self.snapshot()
 
     @torch.no_grad()
@@ -142,7 +142,7 @@ class TrainedWeights:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Use the average, where there is one."""
+        """Use the average of the weights, if one is kept."""
         with contextlib.nullcontext() if self.average is None else self.swapped(self.average):
             yield
 

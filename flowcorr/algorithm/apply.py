@@ -97,7 +97,7 @@ def correct(
 
 
 def slack_of(terms: Terms, actor_config: ActorConfig, config: RolloutCorrectionConfig) -> Tensor:
-    """By how much learning may move each log-ratio `[B, T]`: the loss's clip range, nats per latent element.
+    """Largest movement of each log-ratio `[B, T]` by learning: the loss's clip range, nats per latent element.
 
     Where the loss clips the sum over a window, its kept steps share the range. A loss without one, and one with a cap,
     which holds one side only, adds nothing.

@@ -112,7 +112,7 @@ class MeasuredBands:
     def observe(
         self, correction: RolloutCorrectionConfig, judged: Sequence[Terms], num_elements: int
     ) -> Metrics:
-        """Add what a training step measured. All ranks have to call it together.
+        """Add the measurements of a training step. All ranks have to call it together.
 
         Args:
             correction: the one in force; nothing is measured unless it is in bypass mode.
@@ -201,5 +201,5 @@ def _described(criterion: Criterion, history: _History, ratios: LogRatios, steps
 
 
 def _known(values: Tensor) -> Stat:
-    """Values `[S]` that all ranks have in common, left out where they are NaN."""
+    """Values `[S]` that all ranks have in common; a NaN is left out."""
     return maximum(values.nan_to_num(-math.inf))

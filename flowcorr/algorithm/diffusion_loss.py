@@ -69,8 +69,8 @@ def diffusion_loss(
 def _problem_of(output: object, terms: Terms) -> str:
     """The problem of the output of a loss, in words; empty if there is none."""
     if not isinstance(output, LossOutput) or not isinstance(output.metrics, Metrics):
-        found = output.metrics if isinstance(output, LossOutput) else output
-        return f"a {type(found).__name__}; return a flowcorr.records.LossOutput with flowcorr.metrics.Metrics"
+        wrong = output.metrics if isinstance(output, LossOutput) else output
+        return f"a {type(wrong).__name__}; return a flowcorr.records.LossOutput with flowcorr.metrics.Metrics"
     if not isinstance(output.loss_sum, Tensor):
         return (
             f"a loss_sum of type {type(output.loss_sum).__name__}; compute it from terms.log_prob, undetached"

@@ -1,4 +1,4 @@
-"""How far ratios are from 1 before anything was learned, in clip ranges.
+"""Distance of ratios from 1 before anything was learned, in clip ranges.
 
 Before any update, rounding and stale weights are the only causes. Distances are counted in bins: the counts of
 micro-batches, ranks and training steps add up, and a quantile over all of them follows from the sum.
@@ -52,7 +52,7 @@ def clip_noise(log_ratio: Tensor, mask: Tensor | None, level: RatioLevel, limit:
 
 
 def ratio_distance(log_ratio: Tensor, valid: Tensor, level: RatioLevel) -> Tensor:
-    """`|ratio - 1|` `[B, T]` float64, 0 where a term is not valid; of a window's ratio at each of its valid steps.
+    """`|ratio - 1|` `[B, T]` float64, 0 at terms not valid; a window's ratio stands at each of its valid steps.
 
     Args:
         log_ratio: `[B, T]`, of steps, as the loss exponentiates it.
@@ -116,7 +116,7 @@ def noise_quantile(counts: Tensor, quantile: float, confidence: float) -> Quanti
 
 @lru_cache(maxsize=64)
 def interval_ranks(count: int, quantile: float, confidence: float) -> tuple[int, int]:
-    """Ranks from 1 to `count` of the terms between which a quantile lies; 0 and `count + 1` where there is none."""
+    """Ranks of the two terms, in 1 to `count`, that enclose a quantile; 0 and `count + 1` for no such term."""
     tail = (1 - confidence) / 2
     numbers = torch.arange(count + 1, dtype=torch.float64)
     law = Binomial(count, torch.tensor(quantile, dtype=torch.float64)).log_prob(numbers).exp().cumsum(0)

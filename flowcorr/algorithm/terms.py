@@ -1,4 +1,4 @@
-"""The numbers of a batch's steps, from its records: the one place where step means become exact KLs."""
+"""Terms of a batch, from its records: log-probs as they are, and exact KLs computed from step means."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def batch_terms(
     *,
     centres: bool = False,
 ) -> Terms:
-    """The terms `[B, T]` of a batch whose `old_log_probs` are known.
+    """Collect the terms `[B, T]` of a batch that has `old_log_probs`.
 
     Args:
         batch: the samples.
@@ -58,7 +58,7 @@ def batch_terms(
 
 
 def exact_kl(means: Tensor | None, other_means: Tensor | None, stds: Tensor | None) -> Tensor | None:
-    """`sde.step_kl` of step means; None where something is not known."""
+    """`sde.step_kl` of step means; None if means or stds are missing."""
     if means is None or other_means is None or stds is None:
         return None
     return step_kl(means, other_means.detach(), stds)

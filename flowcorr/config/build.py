@@ -76,7 +76,7 @@ def _unknown_key(section: type, name: str, key: str) -> str:
 
 
 def _places(section: type, name: str, key: str = "") -> list[str]:
-    """The dotted keys of all fields `name` in `section` and the sections in it, but for those in lists."""
+    """Dotted keys of all fields `name` in `section` and nested sections; sections in lists are not searched."""
     places = [_join(key, name)] if name in _field_names(section) else []
     for known, hint in get_type_hints(section).items():
         for inner in filter(is_dataclass, _choices(hint)):

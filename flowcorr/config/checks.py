@@ -1,4 +1,4 @@
-"""Checks that sections share; each raises a `ConfigError` that names key, value and what is allowed."""
+"""Checks that sections share; each raises a `ConfigError` that names key, value and choices."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def above(key: str, value: float, bound: float) -> None:
 
 
 def _finite(value: float) -> str:
-    """The first words of what a number must be: of one that is not finite, that it must be."""
+    """The words "finite and " for a value that is not finite, else nothing; they stand before a required bound."""
     return "" if math.isfinite(value) else "finite and "
 
 

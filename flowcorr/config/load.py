@@ -108,11 +108,11 @@ def without_interpolation(value: Any) -> Any:
 
 def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """All values of nested mappings by their dotted keys; an empty mapping is a value."""
-    found: dict[str, Any] = {}
+    by_key: dict[str, Any] = {}
     for name, value in values.items():
         inner = isinstance(value, Mapping) and value
-        found |= dotted(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
-    return found
+        by_key |= dotted(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    return by_key
 
 
 def recipe_names() -> list[str]:
@@ -141,8 +141,8 @@ def find_recipe(recipe: str | os.PathLike[str], *, or_folder: bool = False) -> P
             f"recipe={str(recipe)!r} is the folder of a run; give its recipe, {path / 'config.yaml'}"
         )
     beside = sorted(file.name for ending in ("yaml", "yml") for file in path.parent.glob(f"*.{ending}"))
-    found = nearest(path.name, beside)
-    near = str(path.parent / found) if found else nearest(path.stem, recipe_names())
+    similar = nearest(path.name, beside)
+    near = str(path.parent / similar) if similar else nearest(path.stem, recipe_names())
     hint = f" (did you mean {near}?)" if near else ""
     none, folder = (
         ("no such file or folder", " a folder of a run or of dumped steps,")
@@ -155,20 +155,20 @@ def find_recipe(recipe: str | os.PathLike[str], *, or_folder: bool = False) -> P
 
 
 def _beside(recipe: Path, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The values with prompts files that lie beside the recipe, and not in the current folder, found there."""
+    """Resolve prompt files relative to the recipe if they are not in the working directory."""
     data = values.get("data")
     if not isinstance(data, Mapping):
         return values
-    found = {}
+    resolved = {}
     for key in ("path", "heldout_path"):
         name = data.get(key)
         if isinstance(name, str) and not os.path.exists(name) and os.path.isfile(recipe.parent / name):
-            found[key] = str((recipe.parent / name).resolve())
-    return {**values, "data": {**data, **found}}
+            resolved[key] = str((recipe.parent / name).resolve())
+    return {**values, "data": {**data, **resolved}}
 
 
 def _recipes_folder() -> Path:
-    """`flowcorr/recipes` in an installed wheel, `recipes` beside the package in a checkout."""
+    """`flowcorr/recipes` in an installed wheel, `recipes` at the top of a checkout."""
     package = Path(flowcorr.__file__).parent
     installed = package / "recipes"
     return installed if installed.is_dir() else package.parent / "recipes"

@@ -1,4 +1,4 @@
-"""Overrides of a recipe, and the keys that they change beside their own."""
+"""Applies overrides to a recipe, with their effects on other keys."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def resolved(config: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
     Warns:
         UserWarning: a preset takes the place of keys of the recipe.
     """
-    found = sum(
+    num_interpolations = sum(
         len(_INTERPOLATION.findall(text)) for text in (*_texts(OmegaConf.to_container(config)), *overrides)
     )
-    if found > _MAX_INTERPOLATIONS:
+    if num_interpolations > _MAX_INTERPOLATIONS:
         raise ConfigError(
-            f"{found} interpolations ${{...}} are more than the {_MAX_INTERPOLATIONS} that a recipe may hold; write "
-            "their values out"
+            f"{num_interpolations} interpolations ${{...}} are more than the {_MAX_INTERPOLATIONS} that a recipe may "
+            "hold; write their values out"
         )
     recipe = _numbers_of_lora(config)
     _give_way_to_preset(config, overrides)
@@ -62,7 +62,7 @@ def resolved(config: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def redact_override(override: str) -> str:
-    """An override `key=value` as it may be shown: `key=***` where its value holds a secret, see `redact`."""
+    """Redact an override `key=value` to `key=***` if its value holds a secret, see `redact`."""
     key, _, text = override.partition("=")
     try:
         values = {key.strip().rpartition(".")[2]: text, "": yaml_text.parse(text)}
@@ -115,7 +115,7 @@ def _override(config: DictConfig, override: str) -> None:
 
 
 def _numbers_of_lora(config: DictConfig) -> dict[str, float]:
-    """The rank and the alpha of a recipe, their defaults where it states none; empty if they are no numbers yet."""
+    """Rank and alpha of a recipe, with defaults for missing ones; empty if one is no number yet."""
     model = OmegaConf.to_container(config).get("model")  # type: ignore[union-attr]
     lora = model.get("lora") if isinstance(model, dict) else None
     stated = lora if isinstance(lora, dict) else {}
@@ -124,7 +124,7 @@ def _numbers_of_lora(config: DictConfig) -> dict[str, float]:
 
 
 def _say_other_scale(recipe: Mapping[str, float], run: Mapping[str, float]) -> None:
-    """Say where a rank alone changes `alpha / rank`: an override beside the recipe's alpha, or beside the default."""
+    """Warn of an override of the rank alone, which changes `alpha / rank` of the recipe or of the defaults."""
     default = {"rank": LoraConfig().rank, "alpha": LoraConfig().alpha}
     for before, origin in ((recipe, "the recipe"), (default, "the default")):
         if not before or not run or 0 in (before["rank"], run["rank"]):
@@ -140,7 +140,7 @@ def _say_other_scale(recipe: Mapping[str, float], run: Mapping[str, float]) -> N
 
 
 def _give_way_to_preset(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Empty the recipe's section of rollout correction where an override names a preset."""
+    """Empty the recipe's section of rollout correction if an override names a preset."""
     given = [override.partition("=") for override in overrides]
     chosen = [text.strip() for key, _, text in given if key.strip() == f"{_CORRECTION}.preset"]
     algorithm = OmegaConf.select(config, "algorithm")

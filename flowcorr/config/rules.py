@@ -38,7 +38,7 @@ def check(config: Config) -> None:
 
 
 def warn(config: Config) -> None:
-    """Warn of keys without effect, of weights that are rounded too coarsely, and of bands that reject what is learned.
+    """Warn of keys without effect, of weights rounded too coarsely, and of bands that may reject a learned change.
 
     Warns:
         UserWarning: one for each such key that differs from its default, for such weights, and for such bands.

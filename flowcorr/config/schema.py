@@ -178,7 +178,7 @@ class SamplingConfig:
 
     @property
     def noisy_steps(self) -> range:
-        """The steps of `sde_noise_range`, which are stochastic whatever the window."""
+        """The steps of `sde_noise_range`, which are stochastic inside and outside the window."""
         return range(*(self.sde_noise_range or (0, 0)))
 
     @property

@@ -83,7 +83,7 @@ def _refused(problem: str, at: Any) -> ConstructorError:
 
 
 def _values(data: Any, level: int = 0) -> Iterator[int]:
-    """The levels of all values, those of an alias each time that it is used: few lines may stand for many values."""
+    """The nesting level of every value, counted anew at each use of an alias, which may multiply values."""
     yield level
     parts = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
     for part in parts:
@@ -163,7 +163,7 @@ def _load(text: str, loader: type[_Bounded]) -> Any:
 
 
 def scan(text: str) -> Iterator[yaml.Token]:
-    """The tokens of a document; raises `yaml.YAMLError` where it is no YAML."""
+    """The tokens of a document; raises `yaml.YAMLError` if it is no YAML."""
     return yaml.scan(text, Loader=_Loader)
 
 

@@ -165,7 +165,7 @@ def parse_criteria(rollout_rs: str | None, threshold: Threshold | None) -> tuple
 
 
 def canonical_threshold(threshold: Threshold | None) -> float | Band | str | None:
-    """The threshold of a chain of modes as a number, a band, or text where the modes have several."""
+    """The threshold of a chain of modes as a number, a band, or text if there are several thresholds."""
     if threshold is None:
         return None
     key = f"{SECTION}.rollout_rs_threshold"
@@ -191,7 +191,7 @@ def _is_pair(threshold: Threshold) -> TypeGuard[Sequence[float]]:
 
 
 def _is_band_of(modes: Mapping[str, Mode], pair: Sequence[float]) -> bool:
-    """Whether two bare numbers beside two modes are meant as one band: of ratios, with that of equal policies in it."""
+    """Whether two bare numbers for two modes are one band: both modes take bands of ratios, and 1 lies inside."""
     low, high = pair
     return all(mode.bounds.is_band for mode in modes.values()) and low <= 1 <= high
 
@@ -222,7 +222,7 @@ def _criterion(name: str, mode: Mode, entry: object, key: str) -> Criterion:
 def idle_modes(
     criteria: tuple[Criterion, ...], values: Mapping[str, float], margin: float = 10.0
 ) -> list[str]:
-    """Names of the modes whose bounds lie more than `margin` times beyond the largest value that was measured.
+    """Names of the modes with bounds more than `margin` times beyond the largest measured value.
 
     Such a band cannot act at the present noise floor; mean-pooled ratios and a band of 0.5..2.0 are the usual
     case. `values` are computed metrics, with or without a prefix before `rollout_corr/`.

@@ -137,14 +137,14 @@ class RolloutCorrectionConfig(PresetMethods):
         return "bypass" if self.bypass_mode else "decoupled"
 
     def in_mode(self, mode: Literal["decoupled", "bypass"]) -> Self:
-        """This correction in one of the two modes, where its own is `auto`."""
+        """A copy of a correction with `bypass_mode: auto`, fixed to one of the two modes."""
         idle = {"auto_enter", "auto_leave"} | ({"bypass_scope"} if mode == "decoupled" else set())
         values = {**_as_dict(self), "preset": None, "bypass_mode": mode == "bypass"}
         return type(self)(**{key: value for key, value in values.items() if key not in idle})
 
     @property
     def label(self) -> str:
-        """Its name in messages: `measured only` where it corrects nothing, the preset, else the mode."""
+        """Its name in messages: `measured only` if it corrects nothing, else the preset, else the mode."""
         if self.mode == "decoupled" and not (self.applies_weights or self.rejects):
             return "measured only"
         if self.preset is None:

@@ -175,7 +175,7 @@ def compute_rollout_correction_and_rejection_mask(
 
 
 def _schedule_length(step_indices: Tensor | None, num_steps: int | None) -> int:
-    """`num_steps`, or one more than the largest index; raises `BatchError` where an index is no place in a schedule."""
+    """`num_steps`, or one more than the largest index; raises `BatchError` if an index is outside the schedule."""
     if step_indices is None:
         return num_steps or 0
     if step_indices.is_floating_point() or step_indices.dtype == torch.bool:

@@ -146,7 +146,7 @@ def of_rejection(ratios: LogRatios, criterion: Criterion, value: Tensor, rejecte
 
 
 def _widest(bound: Bound, of: Callable[[Tensor, int], Tensor]) -> Bound:
-    """The bound of each sample, where those of its steps differ."""
+    """The widest bound among the steps of each sample; one bound for all is returned as it is."""
     return of(bound, 1) if isinstance(bound, Tensor) and bound.dim() == 2 else bound
 
 

@@ -62,7 +62,7 @@ def measured_slack(criterion: Criterion, ratios: LogRatios, slack: Tensor, units
 
 
 def slack_values(criterion: Criterion, ratios: LogRatios, slack: Tensor, units: Units) -> Tensor:
-    """The value that a mode has where every log-ratio is `slack` `[B, T]`; `[B, T]` for steps, `[B]` for samples.
+    """Evaluate a mode with `slack` `[B, T]` as the log-ratios; `[B, T]` for steps, `[B]` for samples.
 
     A mean that is shifted by `r` standard deviations of a step has the exact KL `r^2 / 2` and moves the log-ratio by
     about `r / sqrt(D)`, so the KL that belongs to a log-ratio `d` is `D d^2 / 2`.

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def bounded(exponent: Tensor) -> Tensor:
-    """An exponent held within +-20."""
+    """Clamp an exponent to +-20: `exp(20)` is 5e8, so sums and squares of ratios stay finite in float32."""
     return exponent.clamp(-20.0, 20.0)
 
 

@@ -16,7 +16,7 @@ from flowcorr.metrics import Over
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LogRatios:
-    """Log-ratios of a batch, detached; 0 where a term is not valid.
+    """Log-ratios of a batch, detached; 0 at terms that are not valid.
 
     Attributes:
         delta: `[B, T]` float64, target minus rollout log-prob.
@@ -42,7 +42,7 @@ class LogRatios:
     samples: Over
 
     def mean(self, values: Tensor) -> Tensor:
-        """Mean over each sample's valid steps, `[B]`, of `[B, T]` values that are 0 where a step is not valid."""
+        """Mean over each sample's valid steps, `[B]`; the `values` `[B, T]` must be 0 at other steps."""
         return values.sum(1) / self.num_steps
 
     def resolution(self) -> Tensor:
@@ -52,7 +52,7 @@ class LogRatios:
         return torch.ldexp(torch.full_like(size, 4.0), exponent - 24)
 
     def floor(self, num_elements: int | None) -> Tensor:
-        """The least spread of noise, `[B, T]`: the resolution, and `0.01 / D` where the number of elements is known."""
+        """The least spread of noise, `[B, T]`: the resolution, but at least `0.01 / D` if `D` is known."""
         return self.resolution().clamp(min=0.01 / num_elements if num_elements else 0.0)
 
 
@@ -64,7 +64,7 @@ def log_ratios(
     *,
     scale: float = 1.0,
 ) -> LogRatios:
-    """Compare two `[B, T]` log-probs where `mask` is on (everywhere, if None) and all values are finite."""
+    """Log-ratios of two `[B, T]` log-probs; terms count if `mask` is on (or None) and all values are finite."""
     target, rollout = target_log_prob.detach().double(), rollout_log_prob.detach().double()
     on = torch.ones_like(target, dtype=torch.bool) if mask is None else mask.bool()
     delta = target - rollout
@@ -89,6 +89,6 @@ def log_ratios(
 
 
 def one_sample(delta: Tensor, num_steps: int, scale: float) -> LogRatios:
-    """One sample of `num_steps` steps whose log-ratios are all 0-d `delta`."""
+    """Log-ratios of one sample with the same 0-d `delta` at each of its `num_steps` steps."""
     delta = delta.expand(1, num_steps)
     return log_ratios(delta, torch.zeros_like(delta), step_kl=delta.square() / 2, scale=scale)

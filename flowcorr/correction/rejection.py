@@ -1,4 +1,4 @@
-"""Bounds of a rejection mode's value: measured on a batch, and widened by what learning may move."""
+"""Bounds of a rejection mode's value: measured on a batch, and widened by the movement that learning may cause."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def measured_bounds(
 
 
 def near_normal(mode: Mode, value: Tensor) -> Tensor:
-    """A mode's values on the scale on which those of noise are nearly normal, see `measured_bounds`."""
+    """Map a mode's values to a scale on which noise is nearly normal, see `measured_bounds`."""
     length = mode.bounds.length
     return value if length is None else length(value.clamp(min=0.0)).pow(2 / 3)
 

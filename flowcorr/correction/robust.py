@@ -23,7 +23,7 @@ MIN_TERMS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Noise:
-    """The noise of the steps of a schedule, NaN at steps where it is not known.
+    """Noise by step of the schedule; NaN at steps without a measurement.
 
     Attributes:
         centre: `[S]` float64, the middle of a step's values.
@@ -35,12 +35,12 @@ class Noise:
 
     @classmethod
     def unknown(cls, like: Tensor) -> Noise:
-        """Statistics of steps `[S]` without any measurement, on the device of `like`."""
+        """Noise of steps `[S]` without any measurement, on the device of `like`."""
         nothing = torch.full_like(like, math.nan, dtype=torch.float64)
         return cls(centre=nothing, spread=nothing)
 
     def z(self, values: Tensor, rows: Tensor, *, slack: float | Tensor = 0.0) -> Tensor:
-        """Distance of values from the centre of their step, beyond a slack, in spreads; 0 where that is not known.
+        """Distance of values from the centre of their step, beyond a slack, in spreads; 0 for an unknown step.
 
         Args:
             values: float64 of any shape.
@@ -53,13 +53,13 @@ class Noise:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Row:
-    """One row's terms over all ranks; `median` and `deviation` are NaN where there are none.
+    """Statistics of one row's terms over all ranks; `median` and `deviation` of an empty row are NaN.
 
     Attributes:
         count: of the terms.
         median: of the terms.
         deviation: robust standard deviation, 1.4826 times the median absolute deviation.
-        smallest, largest: extremes, infinite where there are no terms.
+        smallest, largest: extremes, infinite for an empty row.
     """
 
     count: Tensor
@@ -70,7 +70,7 @@ class _Row:
 
 
 def nan_median(values: Tensor) -> Tensor:
-    """The median along the last dimension, halfway between the middle two of an even number; NaN where there is none.
+    """The median along the last dimension, halfway between the middle two of an even number; NaN if all are NaN.
 
     Not `nanquantile`: it is limited to 16 million values, and some releases of torch read the device in it.
 
@@ -118,12 +118,12 @@ def noise_of_rows(
     *,
     floor: float | Tensor,
 ) -> Noise:
-    """Centre and spread of each row, unknown where it has fewer than 8 terms; arguments as in `outlier_band`."""
-    found = list(_rows(values, valid, rows, num_rows, None))
-    known = torch.stack([row.count >= MIN_TERMS for row in found])
-    centre = torch.stack([row.median for row in found])
-    spread = torch.stack([row.deviation for row in found]) + floor
-    return Noise(centre=centre.where(known, math.nan), spread=spread.where(known, math.nan))
+    """Centre and spread of each row, unknown for fewer than 8 terms; arguments as in `outlier_band`."""
+    measured = list(_rows(values, valid, rows, num_rows, None))
+    enough = torch.stack([row.count >= MIN_TERMS for row in measured])
+    centre = torch.stack([row.median for row in measured])
+    spread = torch.stack([row.deviation for row in measured]) + floor
+    return Noise(centre=centre.where(enough, math.nan), spread=spread.where(enough, math.nan))
 
 
 def outlier_band(

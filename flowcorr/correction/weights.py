@@ -23,6 +23,7 @@ def raw_weights(level: str, ratios: LogRatios) -> Tensor:
         exponent = exponent.sum(1, keepdim=True)
     elif level == "geometric":
         exponent = ratios.mean(exponent)[:, None]
+    # Log-ratios are 0 at other terms, so that nothing infinite reaches the exp; here their weight of 1 becomes 0.
     return torch.where(ratios.valid, bounded(exponent).exp(), 0.0)
 
 
@@ -44,7 +45,8 @@ def capped(weights: Tensor, cap: float | Band) -> Tensor:
 
 
 def batch_mean(mean: Stat, group: Group = None) -> Tensor:
-    """The mean weight of all ranks, from this rank's; 1 where it is 0 or undefined."""
+    """The mean weight of all ranks, from this rank's; 1 if it is 0 or undefined."""
+    # Sum and count travel, and not means: a rank that kept fewer terms must count for less.
     parts = torch.stack([torch.as_tensor(part) for part in mean.parts])
     total, count = add_up(parts, "the mean weight", group)
     return torch.where(total > 0.0, total / count, 1.0)

@@ -47,6 +47,7 @@ def grpo_guard(
     normalized = normalized_log_ratio(terms.log_ratio, bias, torch.where(terms.keep, std, 0.0))
     log_ratio = pool_log_ratio(normalized, terms.keep, ratio_level)
     loss, stats = clipped(terms, log_ratio, clip_ratio)
+    # The step is 0 at terms that are not kept: 0 / 0 would be NaN, so they are divided by 1.
     return output(loss / torch.where(terms.keep, step, 1.0), terms, stats)
 
 
@@ -56,4 +57,6 @@ def _positive(column: Tensor) -> Tensor:
 
 def normalized_log_ratio(delta: Tensor, kl: Tensor, std: Tensor) -> Tensor:
     """`(log_ratio + bias) s`; the bias is the exact KL of the step."""
+    # A step mean that is off by r standard deviations gives delta = -r^2 / 2 + (r / sqrt(D)) z, and the KL is r^2 / 2:
+    # their sum has the mean 0. Times s, it has the same spread for the same shift of the mean at every noise level.
     return (delta + kl) * std

@@ -1,4 +1,4 @@
-"""A policy gradient whose ratio is capped from above and otherwise left alone."""
+"""Truncated importance sampling: a policy gradient with a cap on the ratio."""
 
 from __future__ import annotations
 
@@ -43,5 +43,7 @@ def importance_cap(
     terms = mask_terms(log_prob, old_log_prob, advantage, adv_clip_max=adv_clip_max, weight=weight, keep=keep)
     log_ratio = pool_log_ratio(terms.log_ratio, terms.keep, ratio_level)
     ratio, cap = exp_ratio(log_ratio), limit_of_ratio("cap", cap, log_ratio)
+    # The gradient of a ratio is `ratio grad log_prob`, so the ratio itself is the importance weight of the score; the
+    # cap bounds the variance of the weights, and costs a bias.
     loss = -terms.weight * terms.advantage * ratio.clamp(max=cap)
     return output(loss, terms, ratio_stats(terms, log_ratio, above=ratio > cap))

@@ -34,5 +34,6 @@ def reinforce(
     """
     anchor = log_prob.detach() if old_log_prob is None else old_log_prob
     terms = mask_terms(log_prob, anchor, advantage, adv_clip_max=adv_clip_max, weight=weight, keep=keep)
+    # Masked before the product: a log-prob of NaN times a weight of 0 would make the whole sum NaN.
     loss = -terms.weight * terms.advantage * torch.where(terms.keep, log_prob, 0.0)
     return output(loss, terms, {} if old_log_prob is None else ratio_stats(terms, terms.log_ratio))

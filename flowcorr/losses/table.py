@@ -1,4 +1,4 @@
-"""`LOSSES`: each loss is one row, which holds all that other modules need to know about it.
+"""`LOSSES`: one row for each loss, with every fact that other modules need to know about it.
 
 Rows call the losses through their package, which imports them when they are first called: the configuration reads this
 table, and a typo in it need not wait for torch.
@@ -45,7 +45,7 @@ class LossSettings(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """How far a loss lets a ratio be from 1, as one key of `actor` sets it.
+    """Largest distance of a ratio from 1 that a loss allows, as one key of `actor` sets it.
 
     Attributes:
         key: its name: a distance from 1 on both sides, one number or one for each step of the schedule.
@@ -104,7 +104,7 @@ class Loss:
     reads: tuple[str, ...] | None = None
 
     def ratio_limit(self, settings: LossSettings) -> float | Sequence[float] | None:
-        """How far a ratio may be from 1, for all steps or by step index; None where nothing bounds it."""
+        """Largest distance of a ratio from 1, for all steps or by step index; None if the loss bounds no ratio."""
         return None if self.limit is None else self.limit.distance(settings)
 
 
@@ -200,9 +200,9 @@ LOSS_KEYS = frozenset(key for loss in LOSSES.values() for key in loss.reads or (
 
 
 def resolve_loss(settings: LossSettings) -> Loss:
-    """The loss of `actor.loss_mode`: a row of `LOSSES`, or what stands at `package.module:name`.
+    """Find the loss of `actor.loss_mode`: a row of `LOSSES`, or an object at `package.module:name`.
 
-    There it is a `Loss`, or a function `(terms, actor_config, **loss_options) -> LossOutput`. Such a function is taken
+    That object is a `Loss`, or a function `(terms, actor_config, **loss_options) -> LossOutput`. A function is taken
     to clip the plain ratio to `clip_by_term(actor_config.clip_ratio, terms.step_index)`.
 
     Raises:
@@ -221,7 +221,7 @@ def resolve_loss(settings: LossSettings) -> Loss:
 
 
 def loss_of(settings: LossSettings, correction: RolloutCorrectionConfig) -> Loss:
-    """The loss of an update: the correction's `loss_type` where that is a loss itself, else `actor.loss_mode`.
+    """The loss of an update: the correction's `loss_type` if it names a loss, else `actor.loss_mode`.
 
     Raises:
         ConfigError: as `resolve_loss`.
@@ -232,15 +232,15 @@ def loss_of(settings: LossSettings, correction: RolloutCorrectionConfig) -> Loss
 
 
 def _imported(path: str) -> Loss:
-    found = import_target("actor.loss_mode", path, "a function or a Loss")
-    if isinstance(found, Loss):
-        return found
-    if not callable(found):
+    loss = import_target("actor.loss_mode", path, "a function or a Loss")
+    if isinstance(loss, Loss):
+        return loss
+    if not callable(loss):
         raise ConfigError(
-            f"actor.loss_mode={path!r} is of type {type(found).__name__}; name a flowcorr.losses.Loss, or a function "
+            f"actor.loss_mode={path!r} is of type {type(loss).__name__}; name a flowcorr.losses.Loss, or a function "
             f"that takes {CALL} and returns a LossOutput"
         )
-    return Loss(objective=found, limit=CLIP)
+    return Loss(objective=loss, limit=CLIP)
 
 
 def _check_call(name: str, objective: Callable[..., LossOutput], options: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ RATIO_LEVELS = ("step", "trajectory_mean", "trajectory_sum")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MaskedTerms:
-    """The numbers that a loss computes from, `[b]` or `[b, T]`, harmless where a term takes no part.
+    """The numbers that a loss reads, `[b]` or `[b, T]`, with zeros for terms that take no part.
 
     Attributes:
         log_ratio: `log_prob - old_log_prob`, differentiable; 0 where `keep` is false.
@@ -111,7 +111,7 @@ def limit_of_ratio(name: str, limit: float | Tensor, log_ratio: Tensor) -> Tenso
 
 
 def masked(terms: MaskedTerms, valid: Tensor) -> MaskedTerms:
-    """The same terms, where terms outside `valid` count as not finite."""
+    """Mask the terms outside `valid` as if they were not finite."""
     keep = terms.keep & valid
     return replace(
         terms,
@@ -124,7 +124,7 @@ def masked(terms: MaskedTerms, valid: Tensor) -> MaskedTerms:
 
 
 def with_kl(terms: MaskedTerms, kl: Tensor | None) -> tuple[MaskedTerms, Tensor]:
-    """The terms whose exact KL from the old policy is finite, and that KL, 0 where a term is not kept.
+    """Mask terms with a KL from the old policy that is not finite; returns the terms, and the KL with 0 if not kept.
 
     Args:
         terms: the loss's terms.
@@ -195,7 +195,7 @@ def clip_by_term(clip_ratio: float | Sequence[float], step_index: Tensor) -> flo
 
 
 def output(loss: Tensor, terms: MaskedTerms, stats: Mapping[str, Stat]) -> LossOutput:
-    """Sum of a loss whose terms are 0 where not kept, its counts, and its metrics under `actor/`."""
+    """Sum up a loss, with the counts of its terms and its metrics under `actor/`; it is 0 at terms not kept."""
     # A sum and its counts: micro-batches keep different numbers of terms, so a mean of their means would be wrong.
     finite = terms.valid.sum()
     nonfinite = metrics.mean(terms.valid.numel() - finite, terms.valid.numel())

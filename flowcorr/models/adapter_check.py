@@ -1,4 +1,4 @@
-"""Whether a family's adapter does what its pipeline's own call does, and if not, which part of it differs."""
+"""Compares a family's adapter with its pipeline's own call, part by part."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ class _Comparison:
         return Difference(part="velocity", sentence=sentence, value=gap, limit=self.limit)
 
     def _inputs(self, ours: Row, theirs: Row) -> list[Difference]:
-        """Inputs of the transformer that differ, those first that explain others."""
+        """Differences of the transformer's inputs; an input that explains others comes before them."""
         limits = INPUTS[self.dtype], TIMESTEPS[self.dtype]
         return [
             Difference(
@@ -322,7 +322,7 @@ class _Comparison:
     def _guided(
         self, calls: Sequence[PipelineCall], conditioning: Conditioning, scale: float
     ) -> list[Difference]:
-        """Differences of guidance, where velocities without it agree."""
+        """Differences of guidance, for velocities that agree without it."""
         steps = [call.steps[0] for call in calls]
         latents = torch.cat([self._latents(step.latents) for step in steps])
         sigma, limit = calls[0].sigmas[0], self.limit * scale
@@ -340,11 +340,11 @@ class _Comparison:
                 return [Difference(part="guidance", sentence=sentence, value=gap, limit=limit)]
             negative, positive = rows[number], rows[len(calls) + number]
             ordered = sorted(step.rows, key=partial(_distance, positive))
-            found = self._negative(negative, ordered[0], ordered[-1])
-            if not found and gap > limit:
-                found = [self._rule(latents, number, sigma, conditioning, theirs, gap)]
-            if found:
-                return found
+            differences = self._negative(negative, ordered[0], ordered[-1])
+            if not differences and gap > limit:
+                differences = [self._rule(latents, number, sigma, conditioning, theirs, gap)]
+            if differences:
+                return differences
         return []
 
     def _negative(self, ours: Row, positive: Row, negative: Row) -> list[Difference]:

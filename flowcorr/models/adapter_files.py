@@ -62,7 +62,7 @@ _CONVERTER_ERRORS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoraPair:
-    """What a file holds for one layer: `scale * up @ down` is added to its weight.
+    """The adapter of one layer: `scale * up @ down` is added to its weight.
 
     Attributes:
         down: `[rank, in]`, which peft calls A.
@@ -76,7 +76,7 @@ class LoraPair:
 
 
 def rescaled(up: Tensor, factor: float) -> Tensor:
-    """A matrix times a factor; in float32 where its own dtype could not hold the product exactly."""
+    """A matrix times a factor; in float32 unless its own dtype holds the product exactly."""
     is_power_of_2 = math.frexp(factor)[0] == 0.5
     return (up if is_power_of_2 else up.to(torch.promote_types(up.dtype, torch.float32))) * factor
 
@@ -84,7 +84,7 @@ def rescaled(up: Tensor, factor: float) -> Tensor:
 def at_full_strength(
     state: Mapping[str, Tensor], metadata: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """An adapter whose scale is in its tensors: its alpha is its rank.
+    """Multiply an adapter's scale into its tensors, and set its alpha to its rank.
 
     diffusers reads alpha in the file's header, peft in a file beside it, and tools such as ComfyUI in tensors called
     `alpha`, which diffusers refuses beside a header. Where alpha is the rank, all of them scale by 1.
@@ -139,7 +139,7 @@ def write_for_peft(directory: str, state: Mapping[str, Tensor], metadata: Mappin
 
 
 def read_adapter(path: str, layers: Collection[str], pipeline_class: str) -> dict[str, LoraPair]:
-    """Read an adapter: what its file holds for each layer, by diffusers' name of the layer.
+    """Read an adapter from a file: a pair of matrices for each layer, by diffusers' name of the layer.
 
     Names may be those of diffusers, peft, ai-toolkit, DiffSynth, Qwen-Image-Lightning, kohya, or any that diffusers
     converts for this pipeline.
@@ -163,17 +163,17 @@ def read_adapter(path: str, layers: Collection[str], pipeline_class: str) -> dic
     try:
         state = _tensors(file)
         pairs = _pairs(state, _options(file))
-        found = _by_layer(pairs, layers)
-        if found is None:
-            found = _by_layer(_pairs(_converted(state, pairs, pipeline_class), {}), layers)
-        if found is None:
+        by_layer = _by_layer(pairs, layers)
+        if by_layer is None:
+            by_layer = _by_layer(_pairs(_converted(state, pairs, pipeline_class), {}), layers)
+        if by_layer is None:
             raise ConfigError(
                 f"its layers have names that neither this transformer nor diffusers' converter for {pipeline_class} "
                 f"knows, such as {min(pairs)}; rename them as diffusers names them, such as {min(layers)}.lora_A.weight"
             )
     except ConfigError as error:
         raise ConfigError(f"model.lora.warm_start={path!r} cannot be used: {error}") from error
-    return found
+    return by_layer
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:
@@ -203,7 +203,7 @@ def _widened(value: Tensor) -> Tensor:
 
 
 def _options(file: Path) -> dict[str, Any]:
-    """The options that an adapter was trained with: in peft's file beside it, or in diffusers' file header."""
+    """Training options of an adapter, from peft's `adapter_config.json` or from the header that diffusers writes."""
     from safetensors import safe_open
 
     beside = file.with_name(PEFT_CONFIG)
@@ -313,7 +313,7 @@ def _by_layer(pairs: Mapping[str, LoraPair], layers: Collection[str]) -> dict[st
         ConfigError: two pairs are of one layer, under different prefixes.
     """
     flat = {layer.replace(".", "_"): layer for layer in layers}
-    found = {}
+    by_layer = {}
     for name, pair in pairs.items():
         layer = name
         while layer not in layers and (prefix := next(filter(layer.startswith, _PREFIXES), None)):
@@ -322,10 +322,10 @@ def _by_layer(pairs: Mapping[str, LoraPair], layers: Collection[str]) -> dict[st
             layer = flat.get(layer.removeprefix(prefix), layer) if layer.startswith(prefix) else layer
         if layer not in layers:
             return None
-        if layer in found:
+        if layer in by_layer:
             raise ConfigError(f"it holds several adapters of {layer}; save one of them by itself")
-        found[layer] = pair
-    return found
+        by_layer[layer] = pair
+    return by_layer
 
 
 def _converted(

@@ -33,7 +33,7 @@ def part_of(name: str) -> str:
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
-    """Norm of the difference over the norm of `theirs`; infinite where their shapes differ."""
+    """Norm of the difference over the norm of `theirs`; infinite if their shapes differ."""
     if ours.shape != theirs.shape:
         return float("inf")
     theirs = theirs.float().cpu()
@@ -50,7 +50,7 @@ def input_differences(
         limit: the largest relative difference that passes.
         timestep_limit: that of timesteps.
     """
-    found: dict[str, tuple[str, float]] = {}
+    differences: dict[str, tuple[str, float]] = {}
     for name in dict.fromkeys([*theirs.inputs, *ours.inputs]):
         part = part_of(name)
         if part == "timesteps":
@@ -62,12 +62,12 @@ def input_differences(
         else:
             told = _values(name, ours.inputs.get(name), theirs.inputs.get(name), limit)
         if told is not None:
-            found.setdefault(part, told)
-    return {part: found[part] for part in PARTS if part in found}
+            differences.setdefault(part, told)
+    return {part: differences[part] for part in PARTS if part in differences}
 
 
 def decoder_difference(ours: Tensor, theirs: Tensor, limit: float) -> tuple[str, float] | None:
-    """How the VAE's inputs differ, and by how much; None where they do not."""
+    """The difference of two inputs of the VAE, in words and relative to its size; None if they agree."""
     told = _values("latents", ours, theirs, limit)
     if told is None or ours.shape != theirs.shape or _same_numbers(ours, theirs, limit):
         return told

@@ -1,4 +1,4 @@
-"""Checks of what a family's methods return, so that a mistake is told where it was made."""
+"""Checks of the return values of a family's methods, so that an error names the method at fault."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ class ModelFamily(ABC):
         return scheduler
 
     def reference_frame(self) -> tuple[int, int] | None:
-        """Height and width to whose proportions reference images are cut; None if they keep their own."""
+        """Height and width that give reference images their proportions, by cutting; None if they keep their own."""
         return None
 
     @classmethod
@@ -224,7 +224,7 @@ class ModelFamily(ABC):
         return f"{cls.__module__}:{cls.__qualname__}" if own else cls.name
 
     def call_arguments(self, prompt: Prompt, guidance: Guidance) -> dict[str, Any]:
-        """Arguments with which the pipeline's own call draws as the family does, beside size, steps and generator.
+        """Arguments of the pipeline's own call for an equal image; size, steps and generator are added elsewhere.
 
         Overridden where the pipeline counts guidance differently, fits references to another size, or rewrites prompts.
         """
@@ -242,7 +242,7 @@ class ModelFamily(ABC):
         return False
 
     def amplification(self, guidance: Guidance) -> float:
-        """The scale by which guidance amplifies the rounding of two forward passes; 1 where there is one pass."""
+        """Factor by which guidance amplifies the rounding of two forward passes; 1 with a single pass."""
         return float(getattr(guidance, self.guidance_key)) if self.needs_negative(guidance) else 1.0
 
     @property
@@ -299,7 +299,7 @@ class ModelFamily(ABC):
         return self.checked_embed(prompts, guidance)
 
     def checked_embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
-        """Conditioning of the prompts, see `embed`, where each may have a negative prompt of its own.
+        """Conditioning of prompts, see `embed`; each prompt may have a negative prompt of its own.
 
         Raises:
             ConfigError: `embed` returned another number of rows, numbers that are not finite, or nothing for the
@@ -325,7 +325,7 @@ class ModelFamily(ABC):
 
     @torch.no_grad()
     def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
-        """Conditioning `{name: [B, ...]}` of the prompts, with the negative prompt's where guidance is on.
+        """Conditioning `{name: [B, ...]}` of the prompts, and of the negative prompt if guidance is on.
 
         All prompts of a call share `guidance.negative_prompt`. Their own rows do not depend on `guidance`. Here the
         pipeline's `encode_prompt` gives the embeddings of both; a family with other tensors overrides this.
@@ -422,7 +422,7 @@ class ModelFamily(ABC):
         """Velocity `[B, *L]` float32 of one forward pass; `guidance` is for models that have it as an input."""
 
     def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
-        """Velocity `[B, *L]` under guidance, from those under the negative prompt and under the prompt.
+        """Velocity `[B, *L]` under guidance, from the velocities for the negative prompt and for the prompt.
 
         Classifier-free guidance, arXiv:2207.12598.
         """

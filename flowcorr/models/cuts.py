@@ -1,4 +1,4 @@
-"""Prompts that are longer than a text encoder reads, and references that are cut: how many, and what is lost of them.
+"""Counts prompts that a text encoder cuts and references that are cropped, and describes the loss.
 
 A `family` is a `ModelFamily`, whose module imports this one.
 """
@@ -74,15 +74,15 @@ def readers(family: Any) -> list[Reader]:
         for name, part in parts.items()
         if hasattr(part, "config")
     }
-    found = []
+    listed = []
     for name, encoder in family.text_encoders.items():
         tokenizer = parts.get(name.replace("text_encoder", "tokenizer"))
         if tokenizer is None:
             continue
         shapes = family.text_shapes(configs, family.text_tokens)
         limit = shapes.tokens[name] if shapes else min(family.text_tokens, tokenizer.model_max_length)
-        found.append(Reader(name=f"{name} ({type(encoder).__name__})", tokenizer=tokenizer, limit=limit))
-    return found
+        listed.append(Reader(name=f"{name} ({type(encoder).__name__})", tokenizer=tokenizer, limit=limit))
+    return listed
 
 
 def describe_cropped(family: Any, prompts: Sequence[Prompt]) -> str | None:
@@ -140,14 +140,14 @@ def describe_cuts(family: Any, prompts: Sequence[Prompt]) -> str | None:
 def _upto_target(prompt: Prompt, text: str) -> str | None:
     """The text up to the end of the prompt's target; None if the prompt does not contain its target."""
     word, words = re.escape(prompt.target or ""), prompt.text.strip()  # some chat templates trim a prompt
-    found = re.search(rf"(?<!\w){word}(?!\w)", words) or re.search(word, words)
-    if not prompt.target or found is None or words not in text:
+    target = re.search(rf"(?<!\w){word}(?!\w)", words) or re.search(word, words)
+    if not prompt.target or target is None or words not in text:
         return None
-    return text[: text.index(words) + found.end()]
+    return text[: text.index(words) + target.end()]
 
 
 def _equal_prompts(encoders: Sequence[Reader], prompts: Sequence[Prompt], texts: Sequence[str]) -> int:
-    """How many prompts are read as another one is by all encoders, though their texts differ."""
+    """Number of prompts that all encoders read like another prompt, though their texts differ."""
     tokens = zip(*(encoder.read(texts) for encoder in encoders), strict=True)
     counts = Counter({folded(prompt.text): row for prompt, row in zip(prompts, tokens, strict=True)}.values())
     return sum(count for count in counts.values() if count > 1)

@@ -1,4 +1,4 @@
-"""FLUX.1 Kontext: FLUX.1 that also reads a reference image, as tokens behind those of the image that it draws."""
+"""FLUX.1 Kontext: FLUX.1 with a reference image, as tokens behind the tokens of the drawn image."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def decode_frames(vae: Any, latents: Tensor) -> Tensor:
 
 
 def _whole_pixels(vae: Any, decoded: Tensor) -> Tensor:
-    """The decoder's frames; those of Wan 2.2 hold patches of pixels in their channels."""
+    """Frames of the decoder as pixels; the decoder of Wan 2.2 returns patches of pixels as channels."""
     patch_size = vae.config.get("patch_size")
     if patch_size is None:
         return decoded

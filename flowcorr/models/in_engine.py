@@ -37,7 +37,7 @@ def as_in_engine(family: ModelFamily) -> ModelFamily:
 
 @contextlib.contextmanager
 def explained(family: ModelFamily) -> Iterator[None]:
-    """Name what a family reads in this context that an engine does not have.
+    """Context that turns a family's access to an attribute that engines lack into an error that names it.
 
     Raises:
         ConfigError: it reads an attribute that `EngineParts` or `TransformerFacts` lacks.
@@ -62,7 +62,7 @@ def check_in_engine(
     conditioning: Mapping[str, Tensor],
     guidance: Guidance,
 ) -> None:
-    """Compute one velocity and decode it as an engine does, so that what a family lacks there is told before it starts.
+    """Compute one velocity and decode latents as an engine does, to raise before the engine starts.
 
     Args:
         family: in this process.

@@ -213,13 +213,13 @@ def _read_pipeline(
 
 
 def _text_encoder(location: str, path: str, name: str, class_name: str, **options: Any) -> Any:
-    """A text encoder with all of its weights: transformers would draw those that no file has."""
+    """Load a text encoder, and check that files hold all weights: transformers would draw missing ones at random."""
     import transformers
 
-    model, found = getattr(transformers, class_name).from_pretrained(
+    model, loading_info = getattr(transformers, class_name).from_pretrained(
         location, subfolder=name, output_loading_info=True, **options
     )
-    if (missing := hub.missing_weight(model, found)) is not None:
+    if (missing := hub.missing_weight(model, loading_info)) is not None:
         raise _lacking(path, name, model, missing)
     return model
 
@@ -338,12 +338,14 @@ def _pipeline_parts(location: str, path: str) -> tuple[str, dict[str, tuple[str,
     try:
         with quiet_loaders():
             if index.is_file():
-                found = json.loads(index.read_text())
+                index_values = json.loads(index.read_text())
             else:
                 alone = hub.only_cached(location)
-                found = DiffusionPipeline.load_config(location, local_files_only=alone)
-        parts = {name: part for name, part in found.items() if isinstance(part, list) and any(part)}
-        return str(found["_class_name"]), {name: (library, kind) for name, (library, kind) in parts.items()}
+                index_values = DiffusionPipeline.load_config(location, local_files_only=alone)
+        parts = {name: part for name, part in index_values.items() if isinstance(part, list) and any(part)}
+        return str(index_values["_class_name"]), {
+            name: (library, kind) for name, (library, kind) in parts.items()
+        }
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"model.path={path!r} is neither a pipeline folder, nor a pipeline on the hub, nor one of "

@@ -30,7 +30,7 @@ def negative_prompts(prompts: Sequence[Prompt], guidance: Any) -> list[Prompt]:
 
 
 def check_negative_prompts(family: Any, prompts: Sequence[Prompt], guidance: Any) -> None:
-    """Say that negative prompts are not read, where guidance is off or reads none.
+    """Warn of negative prompts that are not read, because guidance is off or the family has none.
 
     Warns:
         UserWarning: prompts have one of their own, or `sampling` has one that this family never reads.

@@ -44,7 +44,7 @@ def check_finite(
 
 
 def _overflowing(family: Any, prompt: Prompt, guidance: Any) -> list[str]:
-    """The text encoders whose output for a prompt is not finite."""
+    """Names of the text encoders with an output that is not finite, for one prompt."""
     names: dict[str, None] = {}
 
     def look(name: str, output: Any) -> None:

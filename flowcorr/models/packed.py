@@ -1,4 +1,4 @@
-"""Families whose latents are packed into tokens, each a patch of 2 x 2."""
+"""Base class of families that pack latents into tokens, patches of 2 x 2."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class PackedFamily(ModelFamily):
-    """A family whose transformer reads patches of 2 x 2 latents as tokens.
+    """A family with a transformer that reads patches of 2 x 2 latents as tokens.
 
     `L` is `(rows, columns, 4 * channels)`: the pipeline's own packed latents `[B, rows * columns, 4 * channels]`
     on their grid, the same numbers in the same order. So a `reshape` leads from one to the other, and latents
@@ -37,7 +37,7 @@ class PackedFamily(ModelFamily):
         return (height // factor, width // factor, self.transformer.config.in_channels)
 
     def image_size(self, height: int | None, width: int | None) -> tuple[int, int]:
-        """Height and width in pixels, the native ones where they are null."""
+        """Height and width in pixels; the native ones if they are null."""
         native = self.pipeline.default_sample_size * self.pipeline.vae_scale_factor
         return height or native, width or native
 

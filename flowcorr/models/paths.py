@@ -1,4 +1,4 @@
-"""Where a model is: embedded in flowcorr, in a folder, or on the hub."""
+"""Finds a model: embedded in flowcorr, in a folder, or on the hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pipeline's own call, and what its transformer, its scheduler and its VAE were given in it."""
+"""Runs a pipeline's own call, and records the inputs of its transformer, scheduler and VAE."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class PipelineCall:
 def call_pipeline(
     pipeline: Any, arguments: Mapping[str, Any], steps: Sequence[int], *, decodes: bool
 ) -> PipelineCall:
-    """Call a pipeline, whose transformer computes in a few steps only; in others it repeats its last outputs.
+    """Call a pipeline with forward passes at a few steps only; other steps repeat the last outputs.
 
     Args:
         pipeline: of diffusers, with a batch of one prompt.
@@ -161,7 +161,7 @@ def decoder_inputs(vae: Any) -> Iterator[list[Tensor]]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An object whose method `name` is `value` in this context."""
+    """Context in which the attribute `name` of an object is `value`."""
     before = owner.__dict__.get(name)
     setattr(owner, name, value)
     try:

@@ -104,7 +104,7 @@ class PromptCache:
         return {name: self._stacked(name, [row[name] for row in rows]).to(device) for name in rows[0]}
 
     def _negative(self, prompt: Prompt) -> str:
-        """The negative prompt that guidance reads beside a prompt, however it is spelt; empty without guidance."""
+        """The negative prompt of a prompt, in the folded spelling; empty without guidance."""
         return folded(self._guidance.of_prompt(prompt).negative_prompt) if self._is_guided else ""
 
     def _keys(self, prompt: Prompt) -> tuple[_Key, ...]:
@@ -122,14 +122,14 @@ class PromptCache:
         return replace(first, negative_prompt=self._negatives.setdefault(self._negative(prompt), text))
 
     def _size_of(self, keys: Collection[_Key]) -> float:
-        """Bytes of rows, those of a kind on average as large as the stored ones."""
+        """Estimated bytes of rows, each as large as the mean stored row of its kind."""
         sizes: dict[str, list[int]] = {}
         for key, row in self._rows.items():
             sizes.setdefault(key[0], []).append(_nbytes(row))
         return sum(sum(sizes[kind]) / len(sizes[kind]) for kind, *_ in keys)
 
     def _add(self, prompts: Sequence[Prompt]) -> None:
-        """Encode prompts, with guidance where one of their negative prompts is not stored."""
+        """Encode prompts and store their rows; negative prompts are encoded only if one of them is not stored."""
         keys = [self._keys(prompt) for prompt in prompts]
         is_known = all(own[-1] in self._rows for own in keys) and self._is_guided
         encoded: dict[str, Tensor] = self._family.encode(prompts, Guidance() if is_known else self._guidance)
@@ -152,7 +152,7 @@ class PromptCache:
         return values.to("cpu", dtype, copy=True)
 
     def _stacked(self, name: str, rows: Sequence[Tensor]) -> Tensor:
-        """Rows as a batch; those with a mask are padded with zeros."""
+        """Stack rows to a batch; rows with a mask are padded with zeros."""
         if _text(name) not in self._num_tokens:
             return torch.stack(list(rows))
         length = self._num_tokens[_text(name)]

@@ -1,4 +1,4 @@
-"""Frozen linear layers whose weights take 4 or 8 bits, in a transformer that is trained by an adapter."""
+"""Frozen linear layers with weights of 4 or 8 bits, in a transformer that is trained by an adapter."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _(weight: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("flowcorr::dequantize_nf4", mutates_args=())
 def dequantize_nf4(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The matrix `[out, in]` in `dtype` of what `quantize_nf4` returned."""
+    """The matrix `[out, in]` in `dtype` from the codes and scales that `quantize_nf4` returns."""
     import bitsandbytes  # noqa: F401 (it registers the operator)
 
     rows, width = len(codes), 2 * codes.shape[1]
@@ -97,7 +97,7 @@ class _Int8Product(torch.autograd.Function):
 
 
 class QuantizedLinear(nn.Linear):
-    """A frozen linear layer whose `weight` holds codes; peft adapts it as any linear layer.
+    """A frozen linear layer with codes as its `weight`; peft adapts it as any linear layer.
 
     Args:
         linear: the layer that it replaces.
@@ -231,7 +231,7 @@ def weight_sizes(module: nn.Module) -> list[int]:
 
 
 def whole_copy(transformer: nn.Module, device: torch.device | str) -> nn.Module:
-    """A copy on a device, whose quantized layers are plain ones with the dequantized weights."""
+    """Copy a transformer to a device, with plain layers of the dequantized weights in place of quantized ones."""
     # By nn.Module's own `to`: that of diffusers warns whenever it is given a dtype.
     copied = nn.Module.to(copy.deepcopy(transformer), device)
     for name, layer in list(copied.named_modules()):

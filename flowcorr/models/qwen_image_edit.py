@@ -1,4 +1,4 @@
-"""Qwen-Image-Edit: Qwen-Image whose text encoder and transformer both see the reference images."""
+"""Qwen-Image-Edit: Qwen-Image with reference images, for its text encoder and for its transformer."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class QwenImageEdit(QwenImage):
 
     @torch.no_grad()
     def _embed(self, text: str, prompt: Prompt) -> tuple[Tensor, Tensor]:
-        """Embeddings `[1, tokens, width]` of a text beside the prompt's images, and the mask of their tokens."""
+        """Embeddings `[1, tokens, width]` of a text together with the prompt's images, and the mask of their tokens."""
         images = [self.seen_by_encoder(image) for image in self.fitted_references(prompt)]
         embeds, _ = self.pipeline.encode_prompt([text], image=images)
         reader = self.pipeline.processor.image_processor

@@ -58,7 +58,7 @@ class SamplingPlan:
 def rollout_schedule(
     family: ModelFamily, sampling: SamplingConfig, latent_shape: tuple[int, ...]
 ) -> Schedule:
-    """The steps that rollouts of latents `L` take: the model's schedule, without those that longer steps cover.
+    """The schedule of rollouts of latents `L`: the model's own, with some steps merged into longer ones.
 
     The steps that can be stochastic keep their places in the schedule.
     """

@@ -25,7 +25,7 @@ class Schedule:
     timesteps: tuple[float, ...]
 
     def begin_at(self, steps: Sequence[int]) -> Schedule:
-        """Fewer and longer steps: each begins at one of `steps`, ascending, and ends where the next one begins."""
+        """Merge steps into longer ones: each begins at one of `steps`, ascending, and ends at the next one's start."""
         return Schedule(
             sigmas=(*(self.sigmas[step] for step in steps), self.sigmas[-1]),
             timesteps=tuple(self.timesteps[step] for step in steps),
@@ -67,7 +67,7 @@ def linear_schedule(
 
 
 def dynamic_shift(config: Mapping[str, Any], num_tokens: int) -> float | None:
-    """The shift of a scheduler that grows with the image tokens of a sample; None where it is the same for all.
+    """Shift of a scheduler for a number of image tokens; None if the scheduler's shift does not depend on it.
 
     Args:
         config: the scheduler's.

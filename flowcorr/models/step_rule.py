@@ -49,7 +49,7 @@ def check_step_rule(scheduler: Any, path: str) -> None:
 
 
 def _difference_from_euler(scheduler: Any) -> str:
-    """How the scheduler's walk differs from Euler's; empty where it does not."""
+    """The difference of the scheduler's steps from Euler's, in words; empty if they agree."""
     scheduler = type(scheduler).from_config(scheduler.config)
     scheduler.set_timesteps(_STEPS, **({"mu": 1.0} if scheduler.config.get("use_dynamic_shifting") else {}))
     sigmas = scheduler.sigmas.tolist()

@@ -54,7 +54,7 @@ class Wan(ModelFamily):
 
     @property
     def frames_per_second(self) -> int:
-        """16 of Wan 2.1, and 24 of Wan 2.2 TI2V, whose pipeline spreads a timestep over its tokens."""
+        """16 for Wan 2.1, 24 for Wan 2.2 TI2V, told by its pipeline's `expand_timesteps`."""
         return 24 if self.pipeline.config.expand_timesteps else 16
 
     def _native(self, argument: str) -> int:

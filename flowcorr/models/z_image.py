@@ -35,7 +35,7 @@ def _call_by_length(
     velocities: dict[int, Tensor] = {}
     lengths = [math.ceil(len(caption) / SEQ_MULTI_OF) for caption in cap_feats]
     for length in dict.fromkeys(lengths):
-        rows = [row for row, found in enumerate(lengths) if found == length]
+        rows = [row for row, other_length in enumerate(lengths) if other_length == length]
         predicted, _ = transformer(
             x=[x[row] for row in rows], t=t[rows], cap_feats=[cap_feats[row] for row in rows]
         )

@@ -15,7 +15,7 @@ from flowcorr.questions.question import Question
 
 
 def ask(compared: Compared, questions: Iterable[Question]) -> Metrics:
-    """The answers to some questions under the names of their metrics, where the rollout has what they take.
+    """Answer questions, by the names of their metrics; a question is left out if the rollout lacks its inputs.
 
     Raises:
         ConfigError: a number is no tensor with a row for each sample.

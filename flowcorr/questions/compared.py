@@ -1,4 +1,4 @@
-"""A rollout beside the training stack's view of it, and the numbers that compare both.
+"""Compares a rollout with the numbers that seeds, configuration and training stack give for it.
 
 Exact numbers are those of which seeds, schedule and configuration leave no choice. Each is an equality, so it holds in
 every precision of the weights, and a single training step decides it. Noise comes from generators that are seeded by
@@ -33,7 +33,7 @@ _AT_THE_BOUND = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Compared:
-    """A rollout beside the numbers that its seeds, the configuration and the training stack give.
+    """A rollout, and the numbers that its seeds, the configuration and the training stack give for it.
 
     Attributes:
         rollout: the samples, with their members.
@@ -59,7 +59,7 @@ class Compared:
 
     @property
     def seeds(self) -> dict[str, int]:
-        """The numbers that seed windows and noise beside group and member."""
+        """The numbers that seed windows and noise, together with group and member."""
         return {"seed": self.config.trainer.seed, "training_step": self.training_step}
 
     @cached_property
@@ -103,7 +103,7 @@ class Compared:
 
     @property
     def other_windows(self) -> Tensor:
-        """`[B]` bool: the SDE steps are not those of the seeds, or have the noise levels of others."""
+        """`[B]` bool: the SDE steps differ from the seeded window, or their noise levels are of other steps."""
         steps = self.rollout.window.step_indices.cpu()
         if steps.shape != self.windows.shape:
             return torch.ones(self.rollout.num_samples, dtype=torch.bool)
@@ -111,7 +111,7 @@ class Compared:
 
     @property
     def sigma_errors(self) -> Tensor:
-        """`[B, T]`, how far the noise levels of the steps are from those of the closest step of the schedule."""
+        """`[B, T]`, distance of the steps' noise levels from the closest step of the schedule."""
         window, levels = self.rollout.window, self._levels
         own = torch.stack([levels[self.places], levels[self.places + 1]])
         return (torch.stack([window.sigmas, window.sigmas_next]) - own).abs().amax(0)
@@ -122,13 +122,13 @@ class Compared:
 
     @property
     def std_errors(self) -> Tensor | None:
-        """`[B, T]`, relative difference of the stds from the configuration's; None where none are returned."""
+        """`[B, T]`, relative difference of the stds from the configuration's; None if no stds were returned."""
         stds = self.rollout.window.stds
         return None if stds is None else (stds / self.stds - 1).abs()
 
     @property
     def log_prob_errors(self) -> Tensor:
-        """`[B, T]`, how far the log-probs are from those of the seeds' noise: nats per latent element."""
+        """`[B, T]`, distance of log-probs from the ones that the seeded noise gives, nats per latent element."""
         unscaled = self.config.sampling.cps_unscaled
         return log_prob_errors(self.rollout, self.noise, self.stds, cps_unscaled=unscaled)
 
@@ -139,7 +139,7 @@ class Compared:
 
     @property
     def broken_trajectories(self) -> Tensor:
-        """`[B]` bool: latents differ where the trajectory leaves no room between them."""
+        """`[B]` bool: latents at the end of a step differ from the latents at the start of the next."""
         return broken_trajectories(self.rollout, self.start, len(self.schedule.timesteps))
 
     @cached_property
@@ -189,7 +189,7 @@ def seeded_noise(rollout: Rollout, *, seed: int, training_step: int) -> Tensor:
     noise = torch.empty(rollout.num_samples, rollout.num_steps, *rollout.latent_shape)
     for index in sorted({index for row in indices for index in row}):
         at = [
-            (sample, t) for sample, row in enumerate(indices) for t, found in enumerate(row) if found == index
+            (sample, t) for sample, row in enumerate(indices) for t, step in enumerate(row) if step == index
         ]
         samples, places = torch.tensor(at).unbind(1)
         noise[samples, places] = sde.step_noise(
@@ -247,10 +247,10 @@ def standard_errors(sums: Tensor) -> Tensor:
 
 
 def log_prob_errors(rollout: Rollout, noise: Tensor, stds: Tensor, *, cps_unscaled: bool) -> Tensor:
-    """`[B, T]`, how far the log-probs are from those of steps with this noise: nats per latent element.
+    """`[B, T]`, distance of log-probs from the ones that a noise gives, nats per latent element.
 
-    A log-prob is that of `x' = mean + s noise` under the mean and `s` that drew it, so the mean cancels. What float32
-    rounds of `x'`, in units of `s`, is no error.
+    A log-prob scores `x' = mean + s noise` under the mean and `s` that drew it, so the mean cancels. The rounding of
+    `x'` in float32, in units of `s`, is subtracted.
 
     Args:
         rollout: the samples.
@@ -265,7 +265,7 @@ def log_prob_errors(rollout: Rollout, noise: Tensor, stds: Tensor, *, cps_unscal
 
 
 def broken_trajectories(rollout: Rollout, start: Tensor, num_steps: int) -> Tensor:
-    """`[B]` bool: latents differ where the trajectory leaves no room between them.
+    """`[B]` bool: latents at the end of a step differ from the latents at the start of the next.
 
     The first step of the schedule begins at the initial noise, a step of the window ends where the next one of the
     schedule begins, and the last step ends at the final latents.

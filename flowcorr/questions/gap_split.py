@@ -123,9 +123,9 @@ def behaviour_scores(
         BackendError: `history` lacks a version.
     """
     versions = rollout.policy_versions
-    found = distributed.gather(versions.unique().tolist(), "the versions that sampled")
+    gathered = distributed.gather(versions.unique().tolist(), "the versions that sampled")
     places, scores = [], []
-    for version in sorted(set().union(*found)):  # the versions of all ranks: they score together
+    for version in sorted(set().union(*gathered)):  # the versions of all ranks: they score together
         rows = (versions == version).nonzero().squeeze(1)
         with behaviour_weights(actor, history, version):
             scores.append(

@@ -1,4 +1,4 @@
-"""Numbers of images beside what the training stack decodes of their latents."""
+"""Compares a rollout's images with the training stack's decodings of their latents."""
 
 from __future__ import annotations
 

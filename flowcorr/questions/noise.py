@@ -45,7 +45,7 @@ class FirstScores:
         self._together = rollout.window.latents.new_zeros(rollout.num_elements, dtype=torch.float64)
 
     def __call__(self, rollout: Rollout, scores: Scores) -> None:
-        """Add a part of the batch; terms whose scores are not finite are left out."""
+        """Add a part of the batch; terms with scores that are not finite are left out."""
         part = Compared(
             rollout=rollout, actor=self._actor, training_step=self._training_step, given_scores=scores
         )
@@ -131,7 +131,7 @@ class WindowResiduals:
         self._num_terms = torch.zeros_like(self._groups)
 
     def add(self, part: Compared) -> None:
-        """Add a part of the batch; steps whose scores are not finite are left out."""
+        """Add a part of the batch; steps with scores that are not finite are left out."""
         means, stds = part.means, over_elements(part.scores.stds.detach(), part.means)
         finite = over_elements(part.log_probs.isfinite(), means)
         places = torch.searchsorted(self._groups, part.rollout.group_ids)
@@ -149,7 +149,7 @@ class WindowResiduals:
 
     def metrics(self) -> Metrics:
         """Metrics of everything that was added. All ranks have to call it together."""
-        found = [terms(name, sums[..., 0] / sums[..., 1]) for name, sums in self._sums.items()]
+        parts = [terms(name, sums[..., 0] / sums[..., 1]) for name, sums in self._sums.items()]
         if self._velocity:
             squares = self._sums["velocity_length"][:, 0, 1]
             # The mean residual over the root mean square of the way.
@@ -159,8 +159,8 @@ class WindowResiduals:
             # A group without a finite score has none; it would be part of the mean of all groups after it.
             common = common[common.isfinite().all(1)]
             if distributed.is_main():
-                found.append(terms("velocity_common", in_common(common)))
-        return Metrics.merged(found)
+                parts.append(terms("velocity_common", in_common(common)))
+        return Metrics.merged(parts)
 
     def _fit(self, name: str, places: Tensor, residuals: Tensor, directions: list[Tensor]) -> None:
         """Add to the least-squares fit of residuals `[b, ...]` to each of some directions."""

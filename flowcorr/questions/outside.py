@@ -28,7 +28,7 @@ Step = Callable[[int, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Leg:
-    """Steps of the schedule between two places where a rollout says its latents.
+    """Steps of the schedule between two latents that a rollout returned.
 
     Attributes:
         name: `before` the window, `between` two of its steps, or `after` it.

@@ -165,7 +165,7 @@ def _of_path(legs: Sequence[Repeated]) -> dict[str, Tensor]:
 
 
 def reward_gaps(scores: np.ndarray, again: np.ndarray, *, all_scores: np.ndarray) -> np.ndarray:
-    """Differences `[b]` of scores from those of a second call, in standard deviations of all; NaN where one failed.
+    """Differences `[b]` between the scores of two calls, in standard deviations of all scores; NaN if a call failed.
 
     Args:
         scores: `[b]`, of some images.

@@ -48,7 +48,7 @@ def in_common(residuals: Tensor) -> Tensor:
 
 
 def terms(name: str, values: Tensor) -> Metrics:
-    """A training step's terms of a residual; those that are not finite are left out.
+    """Sum up a training step's terms of a residual; terms that are not finite are left out.
 
     Args:
         name: one of `RESIDUALS`.
@@ -65,7 +65,7 @@ def terms(name: str, values: Tensor) -> Metrics:
 
 
 def radius(count: float, std: Tensor, alpha: float) -> Tensor:
-    """Half the width of a confidence sequence of the mean of normal terms whose variance is not known.
+    """Half the width of a confidence sequence for the mean of normal terms with an unknown variance.
 
     The Bayes factor of the t-test with a normal prior on the effect size and the right Haar prior on the variance is a
     test martingale of the scale-free observations, so it exceeds `1 / alpha` at any time with probability `alpha` at

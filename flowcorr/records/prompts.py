@@ -49,7 +49,7 @@ class Prompt:
 
     @property
     def content(self) -> str:
-        """What is asked for, whatever guidance moves away from: the folded text, and a line for each image."""
+        """Folded text and a line for each image; equal for two prompts that differ in their negative prompts only."""
         return "\n".join([folded(self.text), *(image.digest for image in self.images)])
 
 

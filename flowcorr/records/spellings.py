@@ -1,4 +1,4 @@
-"""Names that other tools give to fields of a prompt's line, and how flowcorr is told what they hold."""
+"""Field names of other tools in prompt files, and the flowcorr field or key for each."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ _MEANT |= {_plain(name): "image" if name == "images" else name for name in _FIEL
 
 
 def meant(name: str) -> str | None:
-    """What flowcorr calls a field that it does not read, or the key for it; None if its name does not tell."""
+    """The field of flowcorr that another tool's field stands for, or the key that names it; None if unknown."""
     plain = _plain(name)
     near = difflib.get_close_matches(plain, _MEANT, n=1, cutoff=_ALIKE) if len(plain) > 4 else ()
     return _MEANT.get(plain) or next((_MEANT[like] for like in near), None)
@@ -94,9 +94,9 @@ def unread_images(prompt: Prompt) -> str | None:
 
 
 def warn_of_unread(prompts: Sequence[Prompt], path: Path, *, has_targets: bool) -> None:
-    """Warn of fields that are kept as metadata, where their names are those of what flowcorr reads elsewhere.
+    """Warn of fields that are kept as metadata, though their names suggest that flowcorr should read them.
 
-    Nothing is said of a field whose line has what it means.
+    There is no warning if the prompt has that content from another field.
 
     Args:
         prompts: those of a file.

@@ -50,7 +50,7 @@ class Window:
         return self.sigmas - self.sigmas_next
 
     def columns(self) -> dict[str, Tensor]:
-        """The tensors by name, without those that are None."""
+        """The tensors by name; a field that is None is left out."""
         return _tensors(self)
 
     def step(self, t: int) -> Window:
@@ -175,7 +175,7 @@ class Rollout:
         return _each(self, lambda column: column[index])
 
     def only(self, index: Tensor) -> Rollout:
-        """The samples at ascending indices `[B']`; without a copy where those are all."""
+        """Select the samples at ascending indices `[B']`; no copy is made if that is all of them."""
         return self if len(index) == self.num_samples else self.select(index)
 
     def step(self, t: int) -> Rollout:
@@ -363,7 +363,7 @@ class LossOutput:
     correction_metrics: Metrics = field(default_factory=Metrics)
 
     def mean(self, denominator: Literal["kept", "all"] = "kept") -> Tensor:
-        """The mean loss over kept terms, or over all; 0 where there is none.
+        """The mean loss over kept terms, or over all; 0 without terms.
 
         Raises:
             ConfigError: `denominator` is neither.
@@ -399,14 +399,14 @@ def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def _each(record: RecordT, change: Callable[[Tensor], Tensor]) -> RecordT:
-    """The record with every tensor changed, also those of the records in it."""
+    """Apply a function to every tensor of a record, including nested records."""
     changed: dict[str, Any] = {name: change(tensor) for name, tensor in _tensors(record).items()}
     changed |= {name: _each(inner, change) for name, inner in _records(record).items()}
     return replace(cast(Any, record), **changed)
 
 
 def _join(parts: Sequence[RecordT], dim: int = 0) -> RecordT:
-    """The tensors of all parts joined, also those of the records in them."""
+    """Concatenate the tensors of records, including nested records."""
     tensors, records = ([of(part) for part in parts] for of in (_tensors, _records))
     joined: dict[str, Any] = {name: torch.cat([part[name] for part in tensors], dim) for name in tensors[0]}
     joined |= {name: _join([part[name] for part in records], dim) for name in records[0]}

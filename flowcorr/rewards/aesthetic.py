@@ -1,4 +1,4 @@
-"""The LAION improved aesthetic predictor: how people would rate an image from 1 to 10, whatever its prompt.
+"""The LAION improved aesthetic predictor: a rating of an image by people, 1 to 10, without its prompt.
 
 Source: C. Schuhmann, https://github.com/christophschuhmann/improved-aesthetic-predictor; as a reward: DDPO,
 arXiv:2305.13301, section 5.1.
@@ -110,10 +110,10 @@ def load_head(path: str) -> tuple[tuple[Tensor, Tensor], ...]:
         raise ConfigError(f"reward aesthetic: head={path!r} cannot be loaded: {error}") from error
     places = sorted(int(match[1]) for match in map(_WEIGHT.fullmatch, tensors) if match)
     if not places or not _is_chain(tensors, places):
-        found = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in sorted(tensors.items())[:8])
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in sorted(tensors.items())[:8])
         raise ConfigError(
             f"reward aesthetic: head={path!r} must hold layers.<i>.weight and layers.<i>.bias of linear layers "
-            f"that end in one number; it holds {found}"
+            f"that end in one number; it holds {shapes}"
         )
     return tuple(
         (tensors[f"layers.{place}.weight"].float(), tensors[f"layers.{place}.bias"].float())
@@ -122,7 +122,7 @@ def load_head(path: str) -> tuple[tuple[Tensor, Tensor], ...]:
 
 
 def _is_chain(tensors: Mapping[str, Tensor], places: list[int]) -> bool:
-    """Whether each layer takes what the one before it gives, and the last gives one number."""
+    """Whether the widths of successive layers fit, and the last layer gives one number."""
     weights = [tensors[f"layers.{place}.weight"] for place in places]
     biases = [tensors.get(f"layers.{place}.bias") for place in places]
     return (

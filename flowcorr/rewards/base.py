@@ -67,7 +67,7 @@ class RewardOutput:
 
     @staticmethod
     def concatenate(parts: Sequence[RewardOutput]) -> RewardOutput:
-        """The scores of all parts in order; NaN where a part lacks an extra or a term."""
+        """Concatenate the scores of all parts; extras and terms that a part lacks are NaN."""
         sizes = [len(part.scores) for part in parts]
         ends = np.cumsum(sizes)
         return RewardOutput(
@@ -163,9 +163,9 @@ def score_batch(
     causes: dict[int, Exception | str] = {}
     if len(rows):
         whole = images if not broken else images[rows]
-        scored, found = _score_whole(reward, whole, [prompts[row] for row in rows], name, on_error)
+        scored, row_causes = _score_whole(reward, whole, [prompts[row] for row in rows], name, on_error)
         output = scored if not broken else scored.at(rows, len(prompts))
-        causes = {int(rows[place]): cause for place, cause in found.items()}
+        causes = {int(rows[place]): cause for place, cause in row_causes.items()}
     infinite = [np.isinf(array) for array in output.extra.values()]
     unusable = ~np.isfinite(output.scores) | np.any(infinite, axis=0)
     for index in rows[unusable[rows]].tolist():
@@ -260,7 +260,7 @@ def _raise_unreachable(error: Exception, name: str) -> None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and those below it: libraries wrap what the socket raised."""
+    """An error and its causes, the outermost first: libraries wrap the error of the socket."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -296,7 +296,7 @@ def _place_all(parts: Mapping[int, Mapping[str, np.ndarray]], batch_size: int) -
 
 
 def _place(parts: Mapping[int, np.ndarray], batch_size: int) -> np.ndarray:
-    """`[B]`, NaN where there is no part."""
+    """Parts as one array `[B]`; NaN for a missing part."""
     vector = np.full(batch_size, np.nan)
     for index, array in parts.items():
         vector[index] = array[0]

@@ -119,7 +119,7 @@ def load_clip(reward: str, path: str, processor: str, device: str, dtype: ClipDt
         loaded = AutoProcessor.from_pretrained(
             processor, backend="pil", trust_remote_code=False, local_files_only=hub.only_cached(processor)
         )
-        model, found = AutoModel.from_pretrained(
+        model, loading_info = AutoModel.from_pretrained(
             path,
             dtype=DTYPES[dtype],
             use_safetensors=True,
@@ -139,7 +139,7 @@ def load_clip(reward: str, path: str, processor: str, device: str, dtype: ClipDt
         raise ConfigError(
             f"reward {reward}: path={path!r} holds a {type(model).__name__}; it must be a CLIPModel"
         )
-    if (lost := hub.missing_weight(model, found)) is not None:
+    if (lost := hub.missing_weight(model, loading_info)) is not None:
         raise ConfigError(
             f"reward {reward}: the files of path={path!r} lack the weight {lost}, without which its scores would be "
             "arbitrary; download them again, or give another checkpoint"

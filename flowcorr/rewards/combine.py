@@ -1,4 +1,4 @@
-"""From the terms of a recipe to one reward: a weighted sum, beside it held-out rewards that nobody optimises."""
+"""Builds the reward of a recipe: a weighted sum of its terms, and held-out rewards that are not optimised."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class WeightedSum:
 
     @property
     def overlaps(self) -> bool:
-        """Whether every term says that it may score parts of a batch, in a thread beside other work."""
+        """Whether every term may score parts of a batch, in a thread that runs during sampling."""
         return all(getattr(reward, "overlaps", False) for reward in self.rewards)
 
     def __call__(self, images: ImageArray, prompts: list[Prompt]) -> RewardOutput:
@@ -221,7 +221,7 @@ def build_reward(
 
 
 def check_terms(terms: Sequence[RewardTerm], gold: Sequence[RewardTerm] = ()) -> None:
-    """Check names and options of the rewards of `REWARDS`; those of the user's own are not imported.
+    """Check names and options of the rewards in `REWARDS`; a user's own rewards are not imported.
 
     Raises:
         ConfigError: a name is unknown or given twice, or a reward does not take an option.

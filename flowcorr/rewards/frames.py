@@ -44,7 +44,7 @@ def chosen_frames(rule: str, num_frames: int) -> range:
 
 
 def _score_frames(score: Score, videos: ImageArray, rows: np.ndarray, rule: str) -> RewardOutput:
-    """The mean over the chosen frames of each score and extra, NaN where one of them is; and why a frame failed."""
+    """Score chosen frames of each video: means of score and extras, NaN if one frame is, and errors by video."""
     frames = chosen_frames(rule, videos.shape[1])
     images = videos[rows[:, None], frames].reshape(-1, *videos.shape[2:])
     output = score(images, rows.repeat(len(frames)))

@@ -24,7 +24,7 @@ _INPUT_SHAPE = [3, 48, 96]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OcrReward:
-    """A mix of edit similarity and exact match between what is read and the prompt's target, in 0..1.
+    """A mix of edit similarity and exact match between the text in an image and the prompt's target, in 0..1.
 
     `score = (1 - exact_weight) * similarity + exact_weight * exact`, where the similarity is 1 minus the
     Levenshtein distance over the longer length, so that surplus characters cost as well as missing ones. Case,
@@ -67,7 +67,7 @@ class OcrReward:
         return True
 
     def read(self, images: np.ndarray) -> list[str]:
-        """The text in each image of `[B, H, W, 3]` uint8; each is read by itself, whatever else the batch holds."""
+        """Read the text in each image of `[B, H, W, 3]` uint8; it does not depend on the other images."""
         read = _read_lines if self.detect else _read_whole
         # The models were trained on blue-green-red images.
         return [read(np.ascontiguousarray(image[..., ::-1]), self.threads) for image in images]
@@ -128,8 +128,12 @@ def _read_whole(picture: np.ndarray, threads: int) -> str:
 
 
 def _read_lines(picture: np.ndarray, threads: int) -> str:
-    found = _engine(threads, detect=True)(picture)
-    return "" if found.boxes is None else " ".join(found.txts[place] for place in reading_order(found.boxes))
+    detected = _engine(threads, detect=True)(picture)
+    return (
+        ""
+        if detected.boxes is None
+        else " ".join(detected.txts[place] for place in reading_order(detected.boxes))
+    )
 
 
 # One engine a process and thread count: building it costs more than a batch, and it cannot be pickled.

@@ -39,7 +39,7 @@ def check_choice(reward: str, option: str, value: object, choices: Sequence[str]
 
 
 def check_clip_options(reward: str, dtype: str, batch_size: int, **texts: str) -> None:
-    """Check the options of a reward on CLIP; `texts` are those that are text, by their names."""
+    """Check the options of a reward on CLIP; `texts` holds its text options by name."""
     for option, text in texts.items():
         check_text(reward, option, text)
     check_choice(reward, "dtype", dtype, get_args(ClipDtype))

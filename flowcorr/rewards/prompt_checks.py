@@ -1,4 +1,4 @@
-"""Whether the prompts have what the rewards of a recipe read of them: tags, targets and reference images."""
+"""Checks that prompts have the tags, targets and reference images that the rewards of a recipe read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flowcorr.rewards.targets import is_ambiguous, target_of, why_without_target
 
 
 def check_prompts(reward: RewardConfig, train: Sequence[Prompt], heldout: Sequence[Prompt]) -> None:
-    """Check the tags, targets and images of prompts; those of training only for the rewards of training steps.
+    """Check tags, targets and images of prompts; prompts for training are checked for training rewards only.
 
     Raises:
         ConfigError: a reward does not fit a prompt; see `check_tags`, `check_targets` and `check_references`.
@@ -34,16 +34,16 @@ def check_tags(terms: Sequence[RewardTerm], gold: Sequence[RewardTerm], prompts:
     Raises:
         ConfigError: a prompt would get no reward, or no prompt has a tag that a term names.
     """
-    found = dict.fromkeys(prompt.tag for prompt in prompts)
-    known = [tag for tag in found if tag is not None]
+    tags = dict.fromkeys(prompt.tag for prompt in prompts)
+    known = [tag for tag in tags if tag is not None]
     for key, listed in (("reward.terms", terms), ("reward.gold", gold)):
         for term in listed:
             for name in term.tags:
-                if name not in found:
+                if name not in tags:
                     raise ConfigError(unknown_choice(f"{key}[{term.name}].tags", name, known))
     if all(term.tags for term in terms):
         scored = {name for term in terms for name in term.tags}
-        for tag in found:
+        for tag in tags:
             if tag not in scored:
                 which = "without a tag" if tag is None else f"with the tag {tag!r}"
                 raise ConfigError(

@@ -100,7 +100,7 @@ def _gap(before: _Word, after: _Word) -> float | None:
 
 
 def _nearest(gaps: dict[int, float], all_gaps: dict[tuple[int, int], float]) -> int | None:
-    """The nearest neighbour; None where another one is above or below it, as beside a tall word."""
+    """The nearest neighbour; None if another neighbour is above or below it, as next to a tall word."""
     if not gaps:
         return None
     nearest = min(gaps, key=lambda place: (gaps[place], place))
@@ -111,7 +111,7 @@ def _nearest(gaps: dict[int, float], all_gaps: dict[tuple[int, int], float]) -> 
 
 
 def _sorted(lines: Sequence[list[int]], level: np.ndarray) -> Iterator[list[int]]:
-    """Lines from the top where they are apart, else from the left, else by their middles.
+    """Sort lines from the top if gaps separate them, else from the left, else by their middles.
 
     Args:
         lines: places of words.
@@ -149,7 +149,7 @@ def _angle(along: np.ndarray) -> float:
 
 
 def _median(values: Sequence[float], weights: Sequence[float]) -> float:
-    """The weighted median; 0 where nothing has a weight."""
+    """The weighted median; 0 if all weights are 0."""
     if sum(weights) <= 0:
         return 0.0
     order = np.argsort(values)

@@ -1,4 +1,4 @@
-"""Reference images as rewards get them: beside the image that was made of them, at its size."""
+"""Reference images for rewards, at the size of the image that was made of them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ ADD_IMAGE = 'name one as "image" of each line of a JSONL file, and use a model t
 
 
 def references_of(prompts: Sequence[Prompt], height: int, width: int) -> list[list[np.ndarray]]:
-    """The reference images of each prompt, `[height, width, 3]` uint8; those of equal prompts are decoded once."""
-    found: dict[str, list[np.ndarray]] = {}
+    """The reference images of each prompt, `[height, width, 3]` uint8; equal prompts share one decoding."""
+    decoded: dict[str, list[np.ndarray]] = {}
     for prompt in prompts:
-        if prompt.key not in found:
-            found[prompt.key] = [np.asarray(image.fitted(height, width)) for image in prompt.images]
-    return [found[prompt.key] for prompt in prompts]
+        if prompt.key not in decoded:
+            decoded[prompt.key] = [np.asarray(image.fitted(height, width)) for image in prompt.images]
+    return [decoded[prompt.key] for prompt in prompts]
 
 
 def check_references(reward: str, prompts: Sequence[Prompt]) -> None:

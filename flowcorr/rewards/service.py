@@ -144,7 +144,7 @@ class Endpoint:
         raise AssertionError("the last attempt returns or raises")
 
     def error(self, what: str, kind: type[BackendError] = BackendError) -> BackendError:
-        """`what` this server did, as an error that names it."""
+        """An error that names the reward and this server's address."""
         return kind(f"reward {self.reward}: {self.address} {what}")
 
     def excerpt(self, text: str) -> str:
@@ -256,7 +256,7 @@ class Endpoint:
 def map_in_threads(
     function: Callable[[Item], Result], items: Iterable[Item], num_threads: int
 ) -> list[Result]:
-    """`[function(item) for item in items]` in threads; after an error, what has not begun is not begun.
+    """Compute `[function(item) for item in items]` in threads; after an error, no further item is begun.
 
     Raises:
         Exception: the error of the first item that has one.

@@ -84,11 +84,11 @@ def reward_metrics(scored: RewardOutput, failed: np.ndarray, groups: np.ndarray)
 
 def _statistics(frames: np.ndarray) -> dict[str, float]:
     """Means over the frames `[F, H, W, 3]`, of which one at a time becomes floating point."""
-    found, motion, before = [], [], None
+    by_frame, motion, before = [], [], None
     for frame in frames:
         luma = torch.from_numpy(frame).float() @ torch.tensor(_LUMA) / 255
         across, down = luma.diff(dim=1).abs().mean(), luma.diff(dim=0).abs().mean()
-        found.append(
+        by_frame.append(
             {
                 "dark": (luma < DARK).float().mean(),
                 "saturated": torch.from_numpy(frame.max(-1) >= SATURATED).float().mean(),
@@ -100,7 +100,7 @@ def _statistics(frames: np.ndarray) -> dict[str, float]:
         if before is not None:
             motion.append(float((luma - before).abs().mean()))
         before = luma
-    means = {name: float(np.mean([float(values[name]) for values in found])) for name in found[0]}
+    means = {name: float(np.mean([float(values[name]) for values in by_frame])) for name in by_frame[0]}
     return means | ({"motion": float(np.mean(motion))} if motion else {})
 
 

@@ -19,7 +19,7 @@ CLOSE_TIMEOUT = 5.0  # seconds that the end of a run waits for the call that is 
 
 
 class ThreadReward:
-    """A recipe's reward, computed in one thread beside the trainer's; itself a `Reward`.
+    """A `Reward` that computes another one in its own thread.
 
     It runs beside other work as far as the reward releases Python's interpreter lock: onnxruntime, PIL and HTTP do.
 
@@ -45,13 +45,13 @@ class ThreadReward:
         return self._reward.describe_cuts(prompts)
 
     def submit(self, images: ImageArray, prompts: list[Prompt]) -> Future[RewardOutput]:
-        """Score images in one call, after those that were submitted before."""
+        """Queue images for scoring in one call; calls run in the order of submission."""
         call = _Call(images, prompts)
         self._calls.put(call)
         return call.scores
 
     def close(self) -> None:
-        """End the thread; what has not begun is not computed."""
+        """End the thread, and cancel queued calls."""
         with contextlib.suppress(queue.Empty):
             while (call := self._calls.get_nowait()) is not None:
                 call.scores.cancel()
@@ -77,7 +77,7 @@ class _Call:
 
 
 class ScoredAhead:
-    """The reward of samples whose images are scored as they come; `score_batch` calls it like any other.
+    """A reward that scores images as they are decoded; `score_batch` calls it like any other.
 
     The first call waits for the scores. If a part failed, all images are scored again by one call, as if nothing had
     been scored ahead: failures and their messages are those of a reward in the trainer's own thread.
@@ -94,7 +94,7 @@ class ScoredAhead:
         self._scores: list[Future[RewardOutput]] = []
 
     def add(self, images: Images) -> None:
-        """Begin to score the next images; those beyond the prompts are left out."""
+        """Begin to score the next images; images beyond the number of prompts are left out."""
         prompts, self._prompts = self._prompts[: len(images)], self._prompts[len(images) :]
         if prompts:
             self._scores.append(self._reward.submit(images[: len(prompts)].cpu().numpy(), prompts))
@@ -114,7 +114,7 @@ class ScoredAhead:
 
 
 def scored_ahead(reward: Reward, prompts: list[Prompt]) -> tuple[Reward, Callable[[Images], None]]:
-    """The reward to call with all samples of `prompts`, and what takes their images as they come."""
+    """The reward for `prompts`, and a callback that receives images as they are decoded."""
     if not isinstance(reward, ThreadReward):
         return reward, lambda images: None
     ahead = ScoredAhead(reward, prompts)

@@ -164,7 +164,7 @@ class VlmJudge:
     def _read(
         self, answers: list[str | BackendError], parse: Callable[[str], Value]
     ) -> tuple[list[Value | None], dict[int, str]]:
-        """The value in each answer, None where it cannot be read, and the reasons."""
+        """Parse each answer: its value, or None and an error by index."""
         values: list[Value | None] = []
         errors: dict[int, str] = {}
         for index, answer in enumerate(answers):
@@ -247,10 +247,10 @@ def last_value(answer: str, key: str, kind: type | tuple[type, ...]) -> Any:
     if mark is not None and not any(mark.groups()):
         raise ValueError(f"which ends in the thoughts that {mark[0]} begins; raise max_tokens")
     answered = 0 if mark is None else mark.end()
-    found = [value for begin, _, value in objects if begin >= answered and key in value]
-    if not found:
+    values = [value for begin, _, value in objects if begin >= answered and key in value]
+    if not values:
         raise ValueError(f'which holds no JSON object with the key "{key}"')
-    value = found[-1][key]
+    value = values[-1][key]
     if not isinstance(value, kind) or isinstance(value, bool):
         raise ValueError(f'whose "{key}" is {type(value).__name__}')
     return value

@@ -1,4 +1,4 @@
-"""Rollout engines: what samples the trajectories.
+"""Rollout engines, which sample the trajectories.
 
 Names are imported when they are first used: health rules read the table of roundings, without torch.
 """

@@ -95,7 +95,7 @@ def shards_weights(config: Config, ranks: int | None = None) -> bool:
 
 
 def trains_shards(config: Config, ranks: int | None = None) -> bool:
-    """Whether the weights that are sharded are those that are trained, and not the frozen ones under an adapter."""
+    """Whether the sharded weights are the trained ones, and not the frozen weights under an adapter."""
     return shards_weights(config, ranks) and not config.model.lora.rank
 
 

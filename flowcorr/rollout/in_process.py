@@ -111,7 +111,7 @@ class InProcessEngine:
         ).validate()
 
     def _batch_size(self, conditioning: Mapping[str, Tensor], images: int) -> int:
-        """Images of a forward pass where the configuration leaves it open: all, or as many as suit a CPU.
+        """Default number of images in a forward pass: all of them, or as many as suit a CPU.
 
         With several ranks it is all: shards of weights allow no pass that other ranks do not make.
         """

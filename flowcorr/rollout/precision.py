@@ -64,12 +64,12 @@ def coarse_weights(config: Config) -> set[str]:
     """The formats of fewer bits, names of `ROUNDINGS`, to which weights of one side alone are rounded."""
     rollout = config.rollout
     asked = rollout.engine.get("quantization") or rollout.engine.get("quantization_config")
-    found = {"fp8"} if asked and rollout.emulate == "none" else {rollout.emulate}
-    return (found | {trainer_quantization(config)}) - {"none"}
+    formats = {"fp8"} if asked and rollout.emulate == "none" else {rollout.emulate}
+    return (formats | {trainer_quantization(config)}) - {"none"}
 
 
 def trainer_quantization(config: Config) -> str:
-    """`model.quantization` where the engine samples with the unquantized base, else `none`."""
+    """`model.quantization` if the engine samples with the unquantized base, else `none`."""
     # Nothing of the run's own is imported here: reports read other people's runs.
     apart = trains_coarser(config, ENGINES.get(config.rollout.name))
     return config.model.quantization if apart else "none"

@@ -196,7 +196,7 @@ def decoded_together(num_elements: int) -> int:
 
 
 def _distinct(twins: Sequence[int], starts: Sequence[int], index: int) -> tuple[list[int], list[int]]:
-    """The samples whose latents differ at step `index`, and each sample's place among them."""
+    """Samples with distinct latents at step `index`, and the place of each sample's latents among them."""
     first: list[int] = []
     places: list[int] = []
     waiting: dict[int, int] = {}

@@ -40,6 +40,8 @@ def log_prob(
         BatchError: shapes differ.
     """
     squared = _squared_distance("next_latents", next_latents, transition)
+    # A mean over the elements, and not a sum: the log-density of a whole step is D times as large, and D is 65,536 for
+    # an image of 512 pixels. A clip range of 1e-4 is meant for the mean.
     if cps_unscaled:
         return -squared
     scaled = -squared / (2 * transition.std.square())
@@ -63,7 +65,7 @@ def noise_variance(log_prob: Tensor, std: Tensor, *, cps_unscaled: bool = False)
 
 
 def kl(transition_p: Transition, transition_q: Transition) -> Tensor:
-    """Exact `KL(p || q)` of two steps, a latent element; `r^2 / 2` where their standard deviations agree.
+    """Exact `KL(p || q)` of two steps, a latent element; `r^2 / 2` if their standard deviations agree.
 
     Returns:
         `[B]` or `[B, T]`, nats per latent element; times the number of elements it is the step's KL.
@@ -138,7 +140,8 @@ def centred_log_prob(
 
 
 def with_gradient_of(value: Tensor, other: Tensor) -> Tensor:
-    """`value` to the bit where `other` is finite, with the gradients of both."""
+    """`value` to the bit, with the gradient of `value + other`; NaN at elements of `other` that are not finite."""
+    # The bracket is exactly 0, so only its gradient is added; `value + other - other.detach()` would round.
     return value + (other - other.detach())
 
 

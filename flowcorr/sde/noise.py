@@ -1,4 +1,4 @@
-"""Noise that belongs to a sample, not to a batch: every draw is seeded by who it is for."""
+"""Noise of one sample each, seeded by run, training step, group and member, so that batches may be cut in any way."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def stable_seed(*parts: int | str) -> int:
 
 
 def seed_globals(*parts: int | str) -> None:
-    """Seed the generators that code of one's own draws from: those of torch on all devices, NumPy and `random`."""
+    """Seed the global generators, which a user's code may draw from: torch on all devices, NumPy and `random`."""
     seed = stable_seed(*parts)
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
@@ -68,9 +68,8 @@ def sample_noise(
             f"{len(groups)} groups and {len(members)} members were given; each sample needs one group and one member"
         )
     samples = list(zip(groups, members, strict=True))
-    places = {
-        sample: place for place, sample in enumerate(dict.fromkeys(samples))
-    }  # samples that share noise share one draw
+    # Samples that share noise share one draw.
+    places = {sample: place for place, sample in enumerate(dict.fromkeys(samples))}
     noise = torch.empty(len(places), *shape)
     for row, (group, member) in zip(noise, places, strict=True):
         row.normal_(generator=generator(seed, training_step, group, member, stream=stream))
@@ -100,6 +99,6 @@ def step_noise(
     training_step: int,
     step_index: int,
 ) -> Tensor:
-    """The noise `[B, *L]` of one step of the schedule, whatever window holds it."""
+    """The noise `[B, *L]` of one step of the schedule; it does not depend on the window."""
     stream = f"step {int(step_index)}"
     return sample_noise(shape, groups, members, seed=seed, training_step=training_step, stream=stream)

@@ -102,8 +102,11 @@ def _flow_grpo_sde(
     x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, eta: Tensor, sigma_max: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Flow-GRPO, arXiv:2505.05470, section 4.2: an SDE with the flow's marginals, by Euler-Maruyama."""
+    # With c = eta sqrt(sigma / (1 - sigma)), the SDE is
+    #   dx = (v + c^2 / (2 sigma) (x + (1 - sigma) v)) dsigma + c dw,
+    # and one step of Euler-Maruyama takes it from sigma to sigma_next. At sigma = 1, c is infinite, so the first step
+    # borrows a denominator from sigma_max.
     step = sigma - sigma_next
-    # c is infinite at sigma = 1, so that the first step borrows its denominator.
     at_one = 1 - sigma <= (_SHARE_OF_STEP * step).clamp(max=_BELOW_ONE)
     ceiling = sigma_next if sigma_max is None else sigma_max
     c = eta * torch.sqrt(sigma / (1 - torch.where(at_one, ceiling, sigma)))
@@ -116,6 +119,8 @@ def _flow_cps(
     x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, eta: Tensor, sigma_max: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Flow-CPS, arXiv:2509.05952: noise is exchanged, so that data and noise keep their coefficients."""
+    # The next latents are (1 - sigma_next) x0 + sigma_next noise, as on the flow. The noise is a mix of the one that
+    # the model predicts, x1, and of a new one; their squared coefficients add up to sigma_next^2.
     angle = eta * (math.pi / 2)
     x0 = x - over_elements(sigma, x) * v
     x1 = x + over_elements(1 - sigma, x) * v
@@ -129,7 +134,8 @@ def _dance_sde(
 ) -> tuple[Tensor, Tensor]:
     """DanceGRPO, arXiv:2505.07818: a constant diffusion coefficient, its drift corrected by the score."""
     step = sigma - sigma_next
-    # -(x - (1 - sigma) x0) / sigma^2 with x0 = x - sigma v, where the division by sigma^2 would cancel.
+    # The score is -(x - (1 - sigma) x0) / sigma^2. With x0 = x - sigma v put in, one sigma cancels on paper; left to
+    # floating point, the difference would lose its digits at small sigma.
     score = -(x + over_elements(1 - sigma, x) * v) / over_elements(sigma, x)
     mean = x - over_elements(step, x) * v + over_elements(eta.square() / 2 * step, x) * score
     return mean, eta * torch.sqrt(step)

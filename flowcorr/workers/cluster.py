@@ -21,7 +21,7 @@ _STARTED_HERE: set[str] = set()  # addresses of clusters that this process start
 
 
 def init_ray(**options: Any) -> None:
-    """`ray.init`, repeated where the node does not start within 30 s, as on a busy machine: Ray fixes that limit.
+    """Call `ray.init`, again if the node did not start within Ray's fixed limit of 30 s, as on a busy machine.
 
     Raises:
         BackendError: the node did not start in any attempt.

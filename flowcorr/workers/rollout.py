@@ -230,9 +230,9 @@ class PendingRollout:
             answer = shard.result()
             rollout, images = answer.values
             if not (rollout.policy_versions == self.version).all():
-                found = rollout.policy_versions.unique().tolist()
+                versions = rollout.policy_versions.unique().tolist()
                 raise BackendError(
-                    f"groups {rollout.group_ids.unique().tolist()} were sampled with weights of version {found} "
+                    f"groups {rollout.group_ids.unique().tolist()} were sampled with weights of version {versions} "
                     f"instead of {self.version}: the rollout engine did not load the weights that it was given"
                 )
             workers = torch.full_like(rollout.group_ids, answer.worker)

@@ -125,7 +125,7 @@ def _lacks_veto(old: Mapping[str, Any]) -> bool:
 
 
 def _warn_of_scope(section: Mapping[str, Any]) -> None:
-    """Say where verl's reinforce rejects whole samples, and bypass mode here single steps unless told otherwise."""
+    """Warn that verl's reinforce rejects whole samples, and bypass mode here single steps by default."""
     if section.get("loss_type") != "reinforce" or {"bypass_scope", "preset"} & set(section):
         return
     criteria = [mode for mode in parse_modes(section.get("rollout_rs")) if mode.startswith("seq_")]

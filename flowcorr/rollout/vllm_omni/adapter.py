@@ -65,7 +65,7 @@ def buckets(
 
 
 def digest(tensor: Tensor) -> int:
-    """A number below 2^64 that follows from the values of all elements, bit by bit, whatever their order and place.
+    """Hash the bits of all elements to a number below 2^64, in which their order and place do not count.
 
     The digests of parts add up to that of the whole, modulo 2^64, and zeros count nothing. So fused, sharded and padded
     tensors have comparable digests.
@@ -93,7 +93,7 @@ def adapter_digests(
 
 
 def differing(expected: Mapping[str, int], held: Sequence[Mapping[str, Sequence[int]]]) -> list[str]:
-    """The names whose `expected` digest is not that of what the workers hold, whole or in shards.
+    """Names with a digest that differs from the tensors that the workers hold, whole or in shards.
 
     Args:
         expected: by name.

@@ -175,7 +175,7 @@ class OmniClient:
         return BackendError(f"the vllm-omni engine {what}{reason}{quoted}")
 
     async def _answers(self, requests: Sequence[tuple[Mapping[str, Any], Any]]) -> list[Any]:
-        """The outputs of requests that are sent all at once; raises `TimeoutError` where answers stay away."""
+        """Send requests all at once and return their outputs; raises `TimeoutError` if answers stay away."""
         tasks = [asyncio.create_task(self._generate(request)) for request in requests]
         missing = set(tasks)
         try:

@@ -219,7 +219,7 @@ class VllmOmniEngine:
             )
 
     def _check_transformer(self, expected: int) -> bool:
-        """Check by a digest that the engine's parameters changed since the last sync as those that were sent.
+        """Check by a digest that the engine's parameters changed, since the last sync, as the sent tensors did.
 
         Parameters that the engine alone has cancel in the change. Workers that share a transformer have parameters in
         common, so that their digests do not add up to one; then the velocities alone tell.

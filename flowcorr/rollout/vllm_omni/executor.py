@@ -34,7 +34,7 @@ REQUIRED_METHODS = ("_finish_output", "_deliver_batch_split")
 
 
 class LosslessExecutor(MultiprocDiffusionExecutor):
-    """A `MultiprocDiffusionExecutor` that always splits an output by request, in whatever order the threads run."""
+    """A `MultiprocDiffusionExecutor` that splits every output by request, in any order of its threads."""
 
     def _finish_output(self, async_output_id: str, result: Any, exc: BaseException | None) -> None:
         """Split the output if `execute_batch` stored the batch's entry while the output was being unpacked.
@@ -55,23 +55,23 @@ def default_backend(version: str | None = None, executor: type = MultiprocDiffus
         version: the version of vllm-omni; None is the installed one.
         executor: vllm-omni's own executor of that version.
     """
-    found = Version(installed_version("vllm-omni") if version is None else version)
-    if found != TESTED:
+    installed = Version(installed_version("vllm-omni") if version is None else version)
+    if installed != TESTED:
         logger.warning(
             "vllm-omni %s is installed, but flowcorr is written for vllm-omni %s: log-probs, weight sync and answers "
             "may differ; run flowcorr doctor, or pip install vllm-omni==%s",
-            found,
+            installed,
             TESTED,
             TESTED,
         )
-    if not FIRST_FAULTY <= found <= LAST_FAULTY:
+    if not FIRST_FAULTY <= installed <= LAST_FAULTY:
         return "mp"
     missing = [name for name in REQUIRED_METHODS if not hasattr(executor, name)]
     if missing:
         logger.warning(
             "vllm-omni %s may lose answers, and a run then ends after rollout.timeout: its executor lacks %s, which "
             "flowcorr's remedy for vllm-omni %s needs",
-            found,
+            installed,
             ", ".join(missing),
             TESTED,
         )

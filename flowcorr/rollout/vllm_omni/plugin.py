@@ -1,4 +1,4 @@
-"""vllm-omni's plugin entry point, which registers flowcorr's pipeline beside the built-in ones."""
+"""vllm-omni's plugin entry point, which adds flowcorr's pipeline to the built-in ones."""
 
 from __future__ import annotations
 

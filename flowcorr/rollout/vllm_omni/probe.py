@@ -189,7 +189,7 @@ class ComputedProbe:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShippedProbe:
-    """An `ActorProbe` whose velocities come with the weights."""
+    """An `ActorProbe` that takes the actor's velocity from the weights that are sent."""
 
     point: ProbePoint
     start: Tensor

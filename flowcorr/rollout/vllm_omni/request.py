@@ -64,7 +64,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """A request for the velocity at the latents and timestep that its prompt holds beside the conditioning."""
+    """A request for one velocity; its prompt holds latents, timestep and conditioning."""
 
     guidance_scale: float
     true_cfg_scale: float

@@ -56,7 +56,7 @@ class RolloutWorker(CustomPipelineWorkerExtension):
         return {"tensors": len(tensors)}
 
     def flowcorr_held_adapter(self) -> dict[str, list[int]]:
-        """Digests of the adapter with which the layers compute now, see `adapter.differing`; none where it is off."""
+        """Digests of the adapter that the layers use now, see `adapter.differing`; empty if it is off."""
         held: dict[str, list[int]] = {}
         for layer, module in self.lora_manager._lora_modules.items():
             parent, _, own = layer.removeprefix("transformer.").rpartition(".")
