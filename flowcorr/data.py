@@ -31,7 +31,7 @@ _Parsed = tuple[Prompt, list[str], list[str]]  # the paths of its reference imag
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PromptSet:
-    """Prompts to train on, and others to evaluate on; no prompt is in both, in whatever spelling."""
+    """Prompts to train on, and others to evaluate on; no prompt is in both, in any spelling."""
 
     train: tuple[Prompt, ...]
     heldout: tuple[Prompt, ...]
@@ -172,8 +172,8 @@ def _with_references(parsed: list[_Parsed], folder: Path) -> list[Prompt]:
     # Decoders release Python's interpreter lock. Pillow's warnings would name neither file nor line.
     with warnings.catch_warnings(), ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         warnings.simplefilter("ignore")
-        found = dict(zip(places, pool.map(read, places), strict=True))
-    return [replace(prompt, images=tuple(found[image] for image in images)) for prompt, images, _ in parsed]
+        loaded = dict(zip(places, pool.map(read, places), strict=True))
+    return [replace(prompt, images=tuple(loaded[image] for image in images)) for prompt, images, _ in parsed]
 
 
 def _check_counts(prompts: list[Prompt]) -> None:
@@ -402,5 +402,5 @@ def _quoted(text: str) -> str | None:
 
 
 def _hash(prompt: Prompt) -> float:
-    """A number in [0, 1) that depends on nothing but what the model is asked for."""
+    """A number in [0, 1) that depends on the prompt's text and images alone."""
     return int.from_bytes(hashlib.sha256(prompt.content.encode()).digest()[:6], "big") / 2**48

@@ -48,14 +48,14 @@ def facts(device: torch.device) -> dict[str, str | int]:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give what torch keeps of a GPU for itself back to other processes, such as an engine that shares it."""
+    """Release torch's cached GPU memory to other processes, such as an engine on the same GPU."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def keep_float32() -> None:
-    """Let convolutions in float32 compute in it: on a GPU torch rounds their inputs to TF32, unlike those of products.
+    """Disable TF32 for float32 convolutions; torch allows it for them by default, and not for matrix products.
 
-    With TF32, log-probs of two stacks in float32 differ by what their choice of kernels makes of it.
+    With TF32, log-probs of two stacks in float32 differ with their choice of kernels.
     """
     torch.backends.cudnn.allow_tf32 = False

@@ -68,7 +68,7 @@ def _restore(kind: type[Exception], message: str) -> Exception:
 
 
 def printable(text: str) -> str:
-    """A text whose control characters and broken bytes, as names of a stranger's files may hold them, are escaped."""
+    """Escape control characters and broken bytes, which names of a stranger's files may hold."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 

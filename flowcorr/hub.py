@@ -45,7 +45,7 @@ def unreachable() -> str | None:
 
 
 def missing_weight(model: Any, loading_info: Mapping[str, Any]) -> str | None:
-    """The first weight, by name, that the files of a model of transformers lack; None where they lack none.
+    """The first weight, by name, that the files of a model of transformers lack; None if they are complete.
 
     Args:
         model: as it was loaded.
@@ -60,6 +60,6 @@ def missing_weight(model: Any, loading_info: Mapping[str, Any]) -> str | None:
 
 
 def knows_words(tokenizer: Any) -> bool:
-    """Whether a tokenizer of transformers has a vocabulary beside its special and added tokens."""
+    """Whether a tokenizer of transformers has a vocabulary besides its special and added tokens."""
     vocabulary = set(tokenizer.get_vocab()) - {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
     return len(vocabulary) > 1  # T5's has a mark of word boundaries in any case

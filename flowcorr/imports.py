@@ -79,7 +79,7 @@ def _no_module(key: str, path: str, name: str | None) -> ConfigError:
 
 
 def _importing(module_name: str, error: BaseException) -> str:
-    """Where the import failed: the last line that ran in the module, or in a package that holds it."""
+    """The place of a failed import: the last line that ran in the module, or in a package that holds it."""
     lines = [
         f"importing {frame.f_code.co_filename} failed at line {line}"
         for frame, line in traceback.walk_tb(error.__traceback__)

@@ -52,11 +52,11 @@ def add_adapter(transformer: Any, family: ModelFamily, config: LoraConfig, *, se
 
 
 def _check_target(modules: Mapping[str, nn.Module], target: str) -> None:
-    """Check that a target names linear layers only: peft adapts all that it names, and only those can be merged."""
+    """Raise `ConfigError` unless every layer of a target is linear; only linear layers can be merged."""
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
     named = [name for name in modules if name == target or name.endswith("." + target)]
-    found = [name for name in named if name in linear]
-    if not found:
+    linear_named = [name for name in named if name in linear]
+    if not linear_named:
         raise ConfigError(
             f"model.lora.targets: {target!r} names no linear layer of the transformer; "
             f"choose from {_endings(linear)}"
@@ -65,7 +65,7 @@ def _check_target(modules: Mapping[str, nn.Module], target: str) -> None:
         if name not in linear:
             raise ConfigError(
                 f"model.lora.targets: {target!r} also names {name}, a {type(modules[name]).__name__}, and only linear "
-                f"layers are adapted; choose from {_endings(found)}"
+                f"layers are adapted; choose from {_endings(linear_named)}"
             )
 
 
@@ -82,7 +82,7 @@ def adapter_state(transformer: Any) -> dict[str, Tensor]:
 
 
 def adapter_metadata(transformer: Any) -> dict[str, Any]:
-    """Rank, alpha and targets, as diffusers stores them beside the tensors."""
+    """Rank, alpha and targets, as diffusers stores them in an adapter's file."""
     metadata = transformer.peft_config[ADAPTER].to_dict()
     return {name: sorted(value) if isinstance(value, set) else value for name, value in metadata.items()}
 

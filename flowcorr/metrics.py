@@ -71,7 +71,7 @@ def _smallest(one: Parts, other: Parts) -> Parts:
 
 
 def _unless(empty: float) -> Callable[[float], float | None]:
-    """The value, except where it is still the one that a metric without a term has."""
+    """A reader of the value; it returns None for `empty`, the value of a metric without terms."""
     return lambda value: None if value == empty else value
 
 
@@ -101,7 +101,7 @@ class Stat:
 
 
 def mean(total: Number, count: Number) -> Stat:
-    """Mean of `count` terms that sum to `total`; not logged where there was no term."""
+    """Mean of `count` terms that sum to `total`; not logged for a count of 0."""
     return Stat("mean", (total, count))
 
 
@@ -111,17 +111,17 @@ def total(value: Number) -> Stat:
 
 
 def maximum(value: Number) -> Stat:
-    """The largest value; `-inf` where there was none."""
+    """The largest value; `-inf` stands for none, and is not logged."""
     return Stat("max", (value,))
 
 
 def minimum(value: Number) -> Stat:
-    """The smallest value; `inf` where there was none."""
+    """The smallest value; `inf` stands for none, and is not logged."""
     return Stat("min", (value,))
 
 
 class Over:
-    """Stats over the terms where the bool tensor `where` is true. Values elsewhere are finite and within float32."""
+    """Stats over the terms of a bool mask `where`. Values outside the mask must be finite and within float32."""
 
     __slots__ = ("count", "indicator", "where")
 
@@ -181,7 +181,7 @@ class Metrics:
         return Metrics((prefix + name, stat) for name, stat in self._stats)
 
     def renamed(self, rename: Callable[[str], str | None]) -> Metrics:
-        """The same metrics under other names, without those for which `rename` returns None."""
+        """Rename metrics; a metric is dropped if `rename` returns None for it."""
         names = ((rename(name), stat) for name, stat in self._stats)
         return Metrics((name, stat) for name, stat in names if name is not None)
 

@@ -80,10 +80,10 @@ def clear_shared_memory(folder: Path = Path("/dev/shm")) -> None:
     """Remove shared memory and semaphores that carry the mark of a process that has died."""
     removed = 0
     for path in folder.glob("*flowcorr-*"):
-        found = _MARKED.match(path.name)
-        if found is None:
+        marks = _MARKED.match(path.name)
+        if marks is None:
             continue
-        namespace, pid, started = (int(number) for number in found.groups())
+        namespace, pid, started = (int(number) for number in marks.groups())
         if namespace == _pid_namespace() and _start_time(pid) != started:
             with contextlib.suppress(OSError):  # it is another user's, or another run removes it too
                 path.unlink()

@@ -48,7 +48,7 @@ class Reference:
         return cls(path=str(path), digest=hashlib.sha256(content).hexdigest(), size=size)
 
     def image(self) -> Image:
-        """The picture in RGB, upright, with white where it is transparent.
+        """The picture in RGB, upright, with white for transparent pixels.
 
         Raises:
             ConfigError: the file is gone, or its content is another one.
@@ -113,7 +113,7 @@ def _decode(content: bytes, path: Path) -> Image:
 
 
 def _check(image: Image, path: Path) -> None:
-    """Refuse what its header shows to be unusable, before its pixels are decoded."""
+    """Raise `ConfigError` if the header shows that an image cannot be used, before its pixels are decoded."""
     if image.format == "EPS":  # Pillow would hand its program to Ghostscript, and wait for it
         raise ConfigError(f"the reference image {path} is a program in PostScript; {_FORMATS}")
     if not MIN_SIDE <= min(image.size) <= max(image.size) <= MAX_SIDE:
@@ -143,7 +143,7 @@ def _in_rgb(image: Image) -> Image:
 
 
 def _in_8_bits(image: Image) -> Image:
-    """Grey of 16 bits as grey of 8, where one of its values is transparent with an alpha channel."""
+    """Convert grey of 16 bits to 8 bits, with an alpha channel if one of its values is transparent."""
     from PIL import Image
 
     pixels = np.asarray(image)

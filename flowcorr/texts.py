@@ -44,7 +44,7 @@ _MARKS = set("".join([*_PAIRS, *_PAIRS.values()]))
 
 
 def folded(text: str) -> str:
-    """A text whose spellings are all the same: two texts that a person reads alike have one folded text.
+    """Fold the spelling of a text: two texts that a person reads alike have one folded text.
 
     Accents are composed (NFC). Full and half width, ligatures, the no-break and other blanks, and letters of another
     font are folded as in NFKC, but not superscripts, subscripts, fractions, and numbers in circles. Typographic
@@ -56,7 +56,7 @@ def folded(text: str) -> str:
 
 
 def letters(text: str) -> str:
-    """A folded text without case and blanks: what is compared with the text that is read in an image."""
+    """A folded text without case and blanks, for comparison with the text that is read in an image."""
     return folded("".join(folded(text).casefold().split()))
 
 
@@ -128,7 +128,7 @@ def _folded_character(character: str) -> str:
 
 
 def are_cut(texts: Sequence[str], tokenizer: Any, limit: int) -> list[bool]:
-    """Whether each text has more than `limit` tokens, those that a tokenizer of transformers adds included."""
+    """Whether each text has more than `limit` tokens, including the ones that a tokenizer adds."""
     return (
         [len(tokens) > limit for tokens in tokenizer(list(texts), verbose=False).input_ids] if texts else []
     )

@@ -41,7 +41,7 @@ class DiffusionActor:
         self.scorer = Scorer(family, self.weights, config)
         self.optimizer = PolicyOptimizer(self.weights, self.scorer, config)
         self.score, self.log_probs = self.scorer.score, self.scorer.log_probs
-        # Sharded weights allow no pass that other ranks do not make; on a CPU folding is no slower.
+        # Sharded weights allow no pass of one rank alone, and on a CPU folding is never slower.
         self._measures_folding = self.weights.device.type == "cuda" and not self.weights.sharded
 
     @torch.enable_grad()  # a reward or metric of one's own may have turned gradients off for this thread

@@ -15,7 +15,7 @@ from flowcorr.errors import MissingExtraError
 BLOCK = 256
 """Elements of a moment that share a scale in bitsandbytes."""
 SMALLEST = 4096
-"""Elements of the smallest weight, or shard of a weight, whose moments bitsandbytes keeps in 8 bits."""
+"""Fewest elements of a weight, or of its shard, for moments in 8 bits; smaller ones keep 32 bits."""
 
 
 class AdamW:
@@ -38,7 +38,7 @@ class AdamW:
         self.inner.zero_grad(set_to_none=True)
 
     def step(self, learning_rate: float) -> None:
-        """Move the weights against their gradients."""
+        """Take an optimizer step."""
         _step(self.inner, learning_rate)
 
     def state(self) -> dict[str, Tensor]:
@@ -99,7 +99,7 @@ class AdamW8bit:
             weight.grad = None
 
     def step(self, learning_rate: float) -> None:
-        """Move the weights against their gradients."""
+        """Take an optimizer step."""
         for name, shard in self._shards.items():
             parameter = self.parameters[name]
             shard.data = fsdp.local_shard(parameter.data)  # which FSDP may have replaced

@@ -1,4 +1,4 @@
-"""Whether `actor.fold_steps` pays on this machine, which a run measures once: on some GPUs large batches are slower."""
+"""Measures once in a run whether `actor.fold_steps` is faster here: on some GPUs large batches are slower."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from flowcorr.records import Rollout
 
 logger = logging.getLogger(__name__)
 
-REPEATS = 2  # of which the faster one counts: the first may compile or warm up
-TOLERANCE = 1.1  # smaller differences are noise
+REPEATS = 2  # the faster one counts: the first may compile or warm up
+TOLERANCE = 1.1  # smaller ratios of times are noise
 
 
 def warn_if_folding_is_slower(
@@ -22,7 +22,7 @@ def warn_if_folding_is_slower(
 ) -> None:
     """Time a forward and a backward pass of one micro-batch both ways, and warn if step by step is faster.
 
-    The results of a run must not depend on a clock, so nothing is changed. Gradients are left to be cleared.
+    It only warns: results of a run must not depend on a clock. The caller clears the gradients.
 
     Args:
         scorer: scores the steps.

@@ -1,4 +1,4 @@
-"""Loss scaling: float16 gradients lie below its smallest number unless the loss is multiplied first."""
+"""Loss scaling: float16 gradients underflow unless the loss is multiplied by a large factor first."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ START, GROWTH, PATIENCE = 2.0**16, 2.0, 2000  # torch.amp.GradScaler's
 class LossScale:
     """The factor on the loss; gradients are divided by it before they are used.
 
-    It is halved when a gradient overflows and doubled after `PATIENCE` good ones, as `torch.amp.GradScaler` does, which
-    would read from the device once more. The gradient that decides is that of all ranks, so all have one scale.
+    It is halved when a gradient overflows and doubled after `PATIENCE` good ones, as in `torch.amp.GradScaler`, which
+    would need one more read from the device. The gradient of all ranks decides, so all ranks have one scale.
 
     Attributes:
         value: the factor; 1 without scaling.
@@ -26,7 +26,7 @@ class LossScale:
         self.value = START if scales else 1.0
 
     def observe(self, *, finite: bool) -> None:
-        """Adapt to a gradient."""
+        """Adapt the factor to a gradient of all ranks."""
         if not self._scales:
             return
         self._good = self._good + 1 if finite else 0

@@ -1,8 +1,8 @@
 """The largest pass through the transformer, for a run that chooses it.
 
 On a CPU the time of a row falls until a pass has some 2,500 tokens, and grows again beyond 5,000, at every size of
-image and prompt (`tests/benchmarks/pass_size.py`). Memory grows with every row. So bytes decide and no clock does, and
-the same machine chooses the same again.
+image and prompt (`tests/benchmarks/pass_size.py`). Memory grows with every row. So the bound is in bytes: no clock is
+read, and the same machine makes the same choice again.
 """
 
 from __future__ import annotations
@@ -97,10 +97,7 @@ def _graph(scorer: Scorer, rollout: Rollout) -> int:
 
 @torch.enable_grad()
 def _peak(scorer: Scorer, rollout: Rollout) -> int:
-    """Bytes of a GPU that a pass takes at its peak, forwards and backwards.
-
-    Torch's record of the highest peak begins anew.
-    """
+    """Peak bytes of a GPU in a forward and a backward pass; resets torch's record of the peak."""
     device = scorer.weights.device
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

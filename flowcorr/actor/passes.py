@@ -1,4 +1,4 @@
-"""How a batch is cut into passes through the transformer, by `actor.micro_batch_size` and `actor.fold_steps`."""
+"""Cuts a batch into passes through the transformer, by `actor.micro_batch_size` and `actor.fold_steps`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from flowcorr.config.schema import ActorConfig, Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """How a batch is cut into passes.
+    """The size of the passes that a batch is cut into.
 
     Attributes:
-        samples: samples of a micro-batch.
-        folded: whether all steps of its windows are scored in one pass.
+        samples: number of samples in a micro-batch.
+        folded: whether one pass scores all steps of a micro-batch's windows.
     """
 
     samples: int
@@ -35,7 +35,7 @@ def passes_of(config: Config, rows: int | None = None) -> Passes:
         size = samples if size is None else size
         return Passes(samples=size, folded=size * steps <= rows if folded == "auto" else folded)
     windows, single = (_even(samples, number) for number in (rows // steps, rows))
-    # Such a loss holds the graph of all steps at once.
+    # A loss of whole windows holds the graph of all their steps at once.
     whole_windows = sees_windows(actor, config.algorithm.rollout_correction)
     if folded == "auto":
         fewer = -(-samples // windows) <= -(-samples // single) * steps
@@ -44,7 +44,7 @@ def passes_of(config: Config, rows: int | None = None) -> Passes:
 
 
 def _even(samples: int, most: int) -> int:
-    """The size of the fewest micro-batches of at most so many samples each, as alike as they can be."""
+    """Size of equal micro-batches of at most `most` samples each, for the fewest micro-batches."""
     parts = -(-samples // max(1, most))
     return -(-samples // parts)
 

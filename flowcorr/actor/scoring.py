@@ -33,7 +33,7 @@ class Scorer:
         config: the run's configuration.
 
     Attributes:
-        rows: images at one step that a pass may have, where `auto` keys depend on it; None until `bound_passes`.
+        rows: largest number of rows (one image at one step) in a pass, for `auto` keys; None until `bound_passes`.
     """
 
     def __init__(self, family: ModelFamily, weights: TrainedWeights, config: Config) -> None:
@@ -50,11 +50,11 @@ class Scorer:
 
     @property
     def guidance(self) -> Guidance:
-        """Guidance of the run's sampling: part of the policy, as an engine of `rollout.dtype` computes with it."""
+        """Guidance of the run's sampling, rounded as by an engine of `rollout.dtype`; it is part of the policy."""
         return self.guidance_of(self.config.sampling)
 
     def guidance_of(self, sampling: SamplingConfig) -> Guidance:
-        """The guidance that `sampling` states, as an engine of `rollout.dtype` computes with it."""
+        """Guidance of `sampling`, rounded as by an engine of `rollout.dtype`."""
         return self.family.guidance_in_dtype(Guidance.of(sampling), DTYPES[self.config.rollout.dtype])
 
     def score(self, rollout: Rollout, *, guidance: Guidance | None = None) -> Scores:
@@ -62,11 +62,10 @@ class Scorer:
 
         Args:
             rollout: the samples.
-            guidance: None for that of the run.
+            guidance: None for the run's.
 
         Returns:
-            Log-probs, means and stds, `[b, T]`-first. The timesteps are fed as the rollout engine
-            fed them, and the sigmas come from its schedule.
+            Log-probs, means and stds, `[b, T]`-first, at the rollout engine's own timesteps and sigmas.
         """
         if self.passes.folded or rollout.num_steps == 1:
             return self._score(rollout, guidance)
@@ -76,13 +75,13 @@ class Scorer:
     def score_finite(self, rollout: Rollout, dropped: Tensor) -> Scores:
         """Score samples; log-probs of a forward that is not finite become NaN and carry no gradient.
 
-        Behind a mask in the loss, the gradient of such a sample would be 0 times infinity, so the others are scored
-        again without it. Sharded weights allow no forward pass that other ranks do not make: there, a gradient that is
-        not finite skips the update on all ranks.
+        With a mask in the loss alone, the gradient of such a sample would be 0 times infinity, so the other samples are
+        scored again without it. Sharded weights allow no forward pass of one rank alone: there, a gradient that is not
+        finite skips the update on all ranks.
 
         Args:
             rollout: the samples.
-            dropped: `[B]` bool, samples that are treated so in any case.
+            dropped: `[B]` bool, samples to treat as not finite.
         """
         scores = self.score(rollout)
         finite = torch.isfinite(scores.log_probs.detach()).all(dim=1) & ~dropped
@@ -114,9 +113,9 @@ class Scorer:
         Args:
             rollout: the batch.
             with_means: also return the step means.
-            guidance: None for that of the run.
-            filler_sample: any sample, which a rank with fewer micro-batches than others scores to keep in step with
-                them; needed for sharded weights where a rank's batch may be empty. None takes the batch's first.
+            guidance: None for the run's.
+            filler_sample: a sample for a rank with fewer micro-batches than others, which scores it to stay in step
+                with them. Needed for sharded weights if a rank's batch may be empty; None takes the batch's first.
             observe: see `Observe`.
         """
         micro_batches = self.micro_batches(rollout.num_samples)
@@ -145,11 +144,11 @@ class Scorer:
 
     @property
     def passes(self) -> Passes:
-        """How a batch is cut into passes."""
+        """Size of the passes that a batch is cut into."""
         return passes_of(self.config, self.rows)
 
     def micro_batches(self, num_samples: int) -> list[slice]:
-        """The samples that go through the transformer together."""
+        """Slices of the samples that go through the transformer together."""
         size = self.passes.samples
         return [slice(begin, begin + size) for begin in range(0, num_samples, size)]
 

@@ -41,10 +41,10 @@ class Part:
     Attributes:
         loss: its loss, without a graph.
         terms: the terms of the loss, as they were before a correction inside it; None if the part was not scored.
-        places: where each of the terms stands in the flattened `[B, T]` of the batch.
+        places: index of each term in the flattened `[B, T]` of the batch.
         before: whether it was scored before the first optimizer step.
-        first: whether its terms were then scored for the first time: after skipped updates, a further epoch scores the
-            same terms again.
+        first: whether it was scored so for the first time. If all updates of an epoch are skipped, the next epoch
+            scores the same terms before the first step again.
     """
 
     loss: LossOutput
@@ -56,11 +56,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Update:
-    """An update, in the parts that it was computed in.
+    """Metrics of an update, and the parts that it was computed in.
 
     Attributes:
-        metrics: `actor/*` over the whole update. In bypass mode also `rollout_corr/*`: under `actor/` over the whole
-            update, and as they are over `first_terms`.
+        metrics: `actor/*` over the whole update. In bypass mode also `actor/rollout_corr/*` over the whole update, and
+            `rollout_corr/*` over `first_terms`.
         parts: in the order in which they were scored.
     """
 
@@ -69,7 +69,7 @@ class Update:
 
     @property
     def first_terms(self) -> list[Terms]:
-        """The terms that were scored before the first optimizer step, once each."""
+        """The terms that were scored before the first optimizer step, each once."""
         return [part.terms for part in self.parts if part.first and part.terms is not None]
 
 
@@ -149,8 +149,8 @@ class PolicyOptimizer:
         Samples without a gradient are only counted, or scored without a graph if something reads their scores: the
         correction inside the loss in bypass mode, or the file of `trainer.dump_log_probs`.
 
-        A sample whose forward pass is not finite is dropped with all its steps. Where steps have a backward pass each,
-        the earlier ones are in the gradient by then, so the mini-batch is run again without the sample.
+        A sample with a forward pass that is not finite is dropped with all its steps. If each step has its own backward
+        pass, earlier steps of the sample are in the gradient by then, so the mini-batch is run again without it.
         """
         is_read = self.config.trainer.dump_log_probs or correction.mode == "bypass"
         has_gradient = self._has_gradient(batch.advantages, correction, is_read)
@@ -173,6 +173,7 @@ class PolicyOptimizer:
         if not is_read:
             parts.append(Part(loss=_counted(batch, rest)))
         for _ in range(num_fillers):
+            # A rank with fewer micro-batches joins the collectives of the others' passes, with a gradient of 0.
             for rollout in self._backward_units(filler_sample, whole_windows):
                 self.scorer.reference_means(rollout)
                 (0.0 * self.scorer.score(rollout).log_probs.sum()).backward()
@@ -181,7 +182,7 @@ class PolicyOptimizer:
     def _has_gradient(self, advantages: Tensor, correction: RolloutCorrectionConfig, is_read: bool) -> Tensor:
         """Bool `[B]`, samples that may have a gradient; the gradient of the others is 0 for any scores."""
         scaled = loss_of(self.config.actor, correction).scaled_by_advantage and not self.config.actor.kl_coef
-        # Sharded weights want as many forward passes on every rank, with a graph or without one.
+        # With sharded weights all ranks need equally many forward passes, with a graph or without one.
         if not scaled or (is_read and self.weights.sharded):
             return torch.ones_like(advantages, dtype=torch.bool)
         return advantages != 0
@@ -199,18 +200,18 @@ class PolicyOptimizer:
         Args:
             batch: the mini-batch.
             samples: places in the batch.
-            dropped: `[B]` bool, samples that are left out, because a forward pass of them is not finite.
+            dropped: `[B]` bool, samples that are left out, because a forward pass of theirs was not finite.
             correction, observe: as in `update`.
 
         Returns:
-            The parts, and for which samples `[B]` of the batch no forward pass was found that is not finite.
+            The parts; and bool `[B]`, False for samples of the batch with a forward pass that is not finite.
         """
         whole_windows = sees_windows(self.config.actor, correction)
         parts, finite = [], torch.ones_like(dropped)
         for rows in self.scorer.micro_batches(len(samples)):
             places = samples[rows]
             for unit in self._backward_units(batch.select(places), whole_windows):
-                # Before the policy's graph takes memory.
+                # The reference's pass comes first, while the policy's graph does not yet take memory.
                 reference_means = self.scorer.reference_means(unit.rollout)
                 scores = self.scorer.score_finite(unit.rollout, dropped[places])
                 finite[places] &= scores.log_probs.detach().isfinite().all(1)
@@ -239,7 +240,7 @@ class PolicyOptimizer:
         return [batch.step(t) for t in range(self.config.sampling.sde_window_size)]
 
     def _clipped_gradient(self, parts: Sequence[Part]) -> Gradient:
-        """Divide the accumulated gradient once by the count of all ranks, and clip it."""
+        """Divide the accumulated gradient by the count of all ranks, and clip it."""
         zero = torch.zeros((), device=self.weights.device)
         loss_sum = sum((part.loss.loss_sum for part in parts), zero)
         kept = sum((part.loss.count_kept for part in parts), zero).float()
@@ -296,7 +297,7 @@ class PolicyOptimizer:
         return Metrics.merged([*corrections, by_worker(terms, workers, steps), bands])
 
     def _divide_gradients(self, counted: Tensor, counts: Sequence[Tensor]) -> list[Tensor]:
-        """Turn each rank's gradient of its scaled loss sum into that of the whole mini-batch's mean.
+        """Turn each rank's gradient of its scaled loss sum into the gradient of the whole mini-batch's mean loss.
 
         Args:
             counted: 0-d, the terms of this rank that the mean is taken over.
@@ -318,14 +319,15 @@ class PolicyOptimizer:
             torch._foreach_mul_(gradients, distributed.world_size())  # FSDP has averaged them over the ranks
         else:
             counted, *totals = sum_over_ranks(gradients, [counted, *counts])
-        # Divided once, by the terms of all ranks: a rank with fewer terms then counts for less, as it should.
+        # One division by the terms of all ranks, and not a mean of the ranks' means: each term counts the same, on
+        # whatever rank and in whatever micro-batch it was scored.
         torch._foreach_div_(gradients, self.loss_scale.value * counted.clamp(min=1))
         return totals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Gradient:
-    """The gradient of a mini-batch of all ranks, which the parameters hold.
+    """Facts about the gradient of a mini-batch of all ranks; the gradient itself is in `parameter.grad`.
 
     Attributes:
         norm: before it was clipped.
@@ -345,7 +347,7 @@ class Gradient:
 
 
 def _fault(gradient: Gradient, mostly_rejected: bool) -> str:
-    """Why no optimizer step may be taken; empty if one may."""
+    """The reason to skip an optimizer step, in words; empty if there is none."""
     if mostly_rejected:
         share = 100 * gradient.num_rejected / gradient.num_finite
         return (
@@ -376,10 +378,10 @@ def _counted(batch: ActorBatch, samples: Tensor) -> LossOutput:
 
 
 def deal_groups(group_ids: Tensor, parts: int, *, seed: int, training_step: int, epoch: int) -> Tensor:
-    """The mini-batch, 0 to `parts - 1`, of each sample `[B]`.
+    """Assign each sample `[B]` to a mini-batch, 0 to `parts - 1`.
 
-    Each block of `parts` consecutive groups deals one group to every mini-batch, at random. So the groups of a rank,
-    which are consecutive, are spread evenly, and nothing depends on the number of ranks.
+    Of each `parts` consecutive groups, every mini-batch gets one, at random. So the groups of a rank, which are
+    consecutive, are spread evenly, and the result does not depend on the number of ranks.
     """
     block, place = group_ids // parts, group_ids % parts
     dealt = torch.empty_like(group_ids)
@@ -391,10 +393,10 @@ def deal_groups(group_ids: Tensor, parts: int, *, seed: int, training_step: int,
 
 
 def sum_over_ranks(gradients: Sequence[Tensor], counts: Sequence[Tensor]) -> list[Tensor]:
-    """Add `gradients` up over all ranks in place, and return the added `counts`, by one collective.
+    """Sum `gradients` over all ranks in place, and return the sums of `counts`, by one collective.
 
-    Loss sums and counts add up, so that dividing once afterwards gives the gradient of the whole batch however it is
-    spread over ranks. DistributedDataParallel does not fit: its hooks average, and expect equally many backward
+    The gradient of the loss sum, divided by the count of all ranks, is the gradient of the whole batch in any
+    distribution over ranks. DistributedDataParallel does not fit: its hooks average, and expect equally many backward
     passes on every rank; here a rank may have fewer micro-batches than others, or none.
     """
     if distributed.world_size() == 1:
@@ -415,8 +417,8 @@ def scheduled_lr(actor: ActorConfig, update: int, num_updates: int) -> float:
 
     Args:
         actor: the keys.
-        update: how many optimizer updates were made before.
-        num_updates: of the whole run.
+        update: number of optimizer updates before this one.
+        num_updates: number of updates of the whole run.
     """
     if update < actor.warmup_steps:
         return actor.lr * (update + 1) / actor.warmup_steps

@@ -1,4 +1,4 @@
-"""The weights that are trained: an adapter's, or all of the transformer's; their average; their files."""
+"""The trained weights (an adapter's, or all of the transformer's), their average, and their files."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class TrainedWeights:
     Attributes:
         parameters: by name.
         version: optimizer updates that made them.
-        average: the exponential moving average in float32 or better, where `actor.ema` asks for one.
-        untrained: a copy of the transformer before training in host memory, without quantized layers, where an engine
-            in this process cannot share the trained one; else the transformer itself. None once an engine has it.
-        reference: a copy of the transformer before training, where `actor.kl_coef` needs one; else the transformer
-            itself, from which an adapter can be taken out.
+        average: the exponential moving average in float32 or better; None without `actor.ema`.
+        untrained: the transformer before training. If an engine in this process cannot share the trained one, it is a
+            copy in host memory without quantized layers, until the engine takes it (then None).
+        reference: the transformer before training, for `actor.kl_coef`: a copy, or the transformer itself if its
+            adapter can be switched off.
         sharded: whether each rank holds a shard of the transformer, so that a forward pass needs all ranks.
         trains_shards: whether `parameters` are shards; an adapter stays whole.
     """
@@ -185,7 +185,7 @@ class TrainedWeights:
 
 
 def _in_float32(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """In float32 or better: an average of bfloat16 would not move by thousandths."""
+    """Convert to float32 or better: an average in bfloat16 would not move by thousandths."""
     return {
         name: tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for name, tensor in tensors.items()
     }

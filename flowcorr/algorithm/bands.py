@@ -1,19 +1,21 @@
-"""`auto` thresholds in bypass mode: bands that earlier training steps measured.
+"""`auto` thresholds in bypass mode: bands measured on earlier training steps.
 
-In bypass mode the correction stands inside the loss and sees a micro-batch, not the batch, so a band cannot be that of
-its own batch. It is that of the training steps before: centre and spread of a mode's values at each step of the
-schedule, by medians over all ranks, of the terms that are scored before the first optimizer step, while the current
-policy still is the old one. They do not depend on micro-batches, ranks or workers, and checkpoints keep them.
+In bypass mode the correction acts inside the loss and sees a micro-batch, so it cannot measure a band on the whole
+batch. Earlier training steps give it: centre and spread of a mode's values at each step of the schedule, by medians
+over all ranks. They are taken over terms scored before the first optimizer step, while the current policy still is the
+old one. So bands do not depend on micro-batches, ranks or workers; checkpoints keep them.
 
-The first `WARM_UP` training steps measure only, and a band begins at their median, which one bad step among them does
-not move. From then on it follows what is measured, slowly: in a training step neither its centre nor its half-width
-changes by more than a tenth of that width. So a gap that grows with the adapter is followed. A fault of a quarter of
-the terms that lies 12 standard deviations of the noise away, or more, stays rejected. A fault of two fifths moves
-median and spread: it is rejected at once, and learned in some 15 training steps. One of more than half has to be
-learned, or the run would stand still for good; an update of which more than half would be rejected is not taken.
+The first `WARM_UP` training steps only measure. A band begins at their median, which one bad step among them does not
+move. Then it follows new measurements slowly: in a training step, its centre and its half-width change by at most a
+tenth of the half-width. So the band follows a gap that grows with the adapter, and faults behave by their size:
 
-Within a training step the policy leaves that of the rollout by what it learns, too, which is the clip's to bound. So
-the correction adds the loss's clip range to the band (`apply.slack_of`).
+- A quarter of the terms, 12 or more standard deviations of the noise away, stays rejected.
+- Two fifths move median and spread: the fault is rejected at first, and accepted after some 15 training steps.
+- More than half must be accepted in time, or the run would stand still for good. An update that would reject more than
+  half of its terms is skipped.
+
+Within a training step the current policy also moves away from the rollout's by learning, within the clip range. So the
+correction widens the band by the loss's clip range (`apply.slack_of`).
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from flowcorr.metrics import Metrics, Stat, maximum
 from flowcorr.records import Terms
 
 WARM_UP = 3  # training steps that only measure
-GAIN = 0.25  # share of what a training step measured that the noise moves towards it
+GAIN = 0.25  # fraction of the way to a new measurement that the noise moves in a training step
 MOST_MOVED = 0.1  # of a band's half-width, in a training step
 MOST_REJECTED = 0.5  # of the terms of an update; beyond, their median is the fault's own
 
@@ -48,9 +50,9 @@ class _History:
     """Measurements of a mode in past training steps: centre and spread at each step of the schedule.
 
     Attributes:
-        noise: `[2, S]`, over the training steps so far; 0 where there was none.
-        first: `[2, WARM_UP, S]`, what each of the first training steps measured; 0 where one has not yet.
-        count: `[S]` int64, training steps that measured it.
+        noise: `[2, S]`, over the training steps so far; 0 without a measurement.
+        first: `[2, WARM_UP, S]`, the measurements of the first training steps; 0 for steps to come.
+        count: `[S]` int64, number of training steps that measured each step of the schedule.
     """
 
     noise: Tensor
@@ -68,15 +70,15 @@ class _History:
         centre, spread = self.noise.where(self.count >= WARM_UP, math.nan)
         return Noise(centre=centre, spread=spread)
 
-    def moved(self, found: Noise, slack: Tensor) -> _History:
-        """With the noise of one more training step.
+    def moved(self, measured: Noise, slack: Tensor) -> _History:
+        """Add the noise of one more training step.
 
         Args:
-            found: that noise.
-            slack: `[S]`, what the clip range adds to the half-width of the band, on the scale of the noise.
+            measured: the noise.
+            slack: `[S]`, the clip range's part in the half-width of the band, on the scale of the noise.
         """
-        new, old = torch.stack([found.centre, found.spread]), self.noise
-        seen, begun = found.centre.isfinite(), self.count >= WARM_UP
+        new, old = torch.stack([measured.centre, measured.spread]), self.noise
+        seen, begun = measured.centre.isfinite(), self.count >= WARM_UP
         count = self.count + seen
         place = torch.arange(WARM_UP, device=seen.device)[:, None]
         first = torch.where((place == self.count) & seen, new[:, None], self.first)
@@ -106,7 +108,7 @@ class MeasuredBands:
 
     @property
     def noise(self) -> Mapping[str, Noise]:
-        """By mode, the noise by which the terms of the next training step are judged; for `correct`."""
+        """Noise by mode, for `correct`: it judges the terms of the next training step."""
         return {name: history.in_force for name, history in self._history.items()}
 
     def observe(

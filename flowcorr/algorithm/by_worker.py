@@ -1,4 +1,4 @@
-"""The gap of each rollout worker: a fault of one among many is diluted in the gap of all."""
+"""Measures the gap of each rollout worker, because one worker's fault is diluted in the gap of all."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _LABEL = "the gap at each step"
 def by_worker(parts: Sequence[Terms], num_workers: int, num_steps: int) -> Metrics:
     """`rollout_corr/worker_{}/logprob_abs_diff`, `k3_kl` and `relative_gap`, by the worker that sampled.
 
-    The relative gap is that of a worker's terms beside the mean of all workers' terms at the same steps of the
-    schedule, whose gaps differ by orders of magnitude. All ranks have to call it together.
+    The relative gap divides a worker's gap by the mean gap of all workers at the same steps of the schedule, since gaps
+    of steps differ by orders of magnitude. All ranks have to call it together.
 
     Args:
-        parts: terms whose `log_prob` is the policy's that is compared with the rollout's; a rank may have none.
+        parts: terms with the compared policy's scores as `log_prob`; a rank may have none.
         num_workers: of the run; nothing is measured of one.
         num_steps: `S`, steps of the schedule.
     """

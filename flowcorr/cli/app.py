@@ -125,7 +125,7 @@ def build_parser() -> Parser:
 def _take_late_overrides(
     parser: argparse.ArgumentParser, arguments: argparse.Namespace, rest: Sequence[str]
 ) -> None:
-    """Accept `key=value` after an option too, where argparse no longer expects positionals."""
+    """Accept `key=value` after an option too; argparse expects no positional arguments there."""
     unknown = [text for text in rest if text.startswith("-") or "=" not in text]
     if unknown or (rest and not hasattr(arguments, "overrides")):
         hint = _override_of(rest) if hasattr(arguments, "overrides") else ""
@@ -152,18 +152,18 @@ def _command_of(words: Sequence[str], commands: Sequence[str]) -> str:
 
 
 def _override_of(words: Sequence[str]) -> str:
-    """The override that the first words may mean, `--trainer.seed=1` or `--steps 3`; empty where it is none."""
+    """The override that the first words may mean, `--trainer.seed=1` or `--steps 3`; empty if none."""
     from flowcorr.config import defaults, dotted
 
     name, _, value = (words[0] if "=" in words[0] else "=".join(words[:2])).lstrip("-").partition("=")
     is_number = value[:1].isdecimal()
-    found = []
+    candidates = []
     for key, default in dotted(defaults()).items():
         last = key.rpartition(".")[2]
         if name and (name == key or name in last):
             other_kind = isinstance(default, int | float) is not is_number
-            found.append((name not in (key, last), other_kind, len(last), key))
-    return f" (did you mean {min(found)[-1]}={value or 'true'}?)" if found else ""
+            candidates.append((name not in (key, last), other_kind, len(last), key))
+    return f" (did you mean {min(candidates)[-1]}={value or 'true'}?)" if candidates else ""
 
 
 def _show_warning(

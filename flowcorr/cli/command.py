@@ -1,4 +1,4 @@
-"""What the commands share: a row for each, the arguments of several, and where results go."""
+"""Shared by all commands: a row for each, common arguments, and the output of results."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def find_own_code() -> None:
 
 
 def show_report(report: Report, *, as_json: bool) -> None:
-    """Print a report, as JSON and nothing else where that was asked for."""
+    """Print a report, or its JSON and nothing else."""
     from flowcorr.instruments import page
 
     if as_json:

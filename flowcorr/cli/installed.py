@@ -30,14 +30,14 @@ def told(error: BaseException) -> str | None:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it was raised from, the origin first."""
+    """An error and its causes, the origin first."""
     if error is not None:
         yield from _chain(error.__cause__)
         yield error
 
 
 def _imported(error: BaseException) -> str | None:
-    """The package whose import raised the error: that of the last module that was run below all frames of flowcorr."""
+    """The package that failed to import: the owner of the last module that ran below all frames of flowcorr."""
     package = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         room = str(frame.f_globals.get("__name__", "")).partition(".")[0]

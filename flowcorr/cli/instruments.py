@@ -261,7 +261,7 @@ def _audit_of_savings(arguments: argparse.Namespace, of_run: bool) -> Report:
 
 @contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Collect no reference cycles in the body, and none of what it leaves.
+    """Switch garbage collection off in the body, and exempt the body's objects from later collections.
 
     Python would look for them among the half a million objects that imports leave: a third of the CPU time of a plan.
     """

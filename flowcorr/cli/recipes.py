@@ -1,4 +1,4 @@
-"""The commands that print a recipe, or what is in one. They need no torch, but for code of the user's own."""
+"""The commands that print recipes, translations, presets and explanations; without torch, except for a user's code."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ Groups = Literal["none", "recentre", "drop_small"]
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutCorrectionConfig(PresetMethods):
-    """How the drift from the rollout policy is measured and corrected.
+    """Settings that measure and correct the drift from the rollout policy.
 
     Build it from keys, by a preset's class method (`RolloutCorrectionConfig.seq_is(threshold=3.0)`), by
     `RolloutCorrectionConfig.from_preset("seq_is", rollout_is_threshold=3.0)`, or from a recipe's mapping.
@@ -46,14 +46,14 @@ class RolloutCorrectionConfig(PresetMethods):
     Attributes:
         preset: name of a preset that fills the keys below; `flowcorr presets` lists them. Two configs are equal if
             their other values are.
-        bypass_mode: take the rollout's log-probs as the old ones, and correct inside the loss. `auto` starts so (with
-            stale weights it does not), and recomputes them while the noise does not fit `actor.clip_ratio`.
+        bypass_mode: take the rollout's log-probs as the old ones, and correct inside the loss. `auto` starts in bypass
+            mode (with stale weights in decoupled mode), and recomputes while noise exceeds `actor.clip_ratio`.
         auto_enter: with `auto`, switch to decoupled mode when noise exceeds this multiple of `actor.clip_ratio`.
         auto_leave: with `auto`, switch back to bypass mode when noise is below this multiple of `actor.clip_ratio`.
         loss_type: the loss in bypass mode; `reinforce` weights its terms, `ppo_clip` holds the ratio itself.
         rollout_is: level of the importance weights; None computes none.
-        rollout_is_threshold: a number caps the weights (TIS), a pair zeroes those outside (IcePop), `inf`
-            leaves them as they are.
+        rollout_is_threshold: a number caps the weights (TIS), a pair zeroes weights outside it (IcePop), `inf`
+            changes none.
         rollout_is_apply: False computes weights and their metrics, and applies none.
         rollout_is_batch_normalize: divide the weights by their mean over the global batch.
         rollout_rs: rejection mode, or several chained by commas, all of which must hold; None rejects none.
@@ -64,13 +64,12 @@ class RolloutCorrectionConfig(PresetMethods):
         bypass_scope: whether the loss in bypass mode sees single steps or whole trajectories.
         log_ratio_scale: factor on the mean-pooled log-ratios of weights, bands and veto: `mean` (1),
             `sqrt` (`sqrt(D)`), `sum` (`D`) or a number.
-        rollout_rs_denominator: the loss is divided by the number of kept terms, or of all.
-        rejection_groups: after rejection, `recentre` shifts the advantages of each group so that their mean over its
-            kept terms is 0 again; `drop_small` does so, and rejects groups left with fewer than two samples.
-            Needs decoupled mode.
-        score_centering: subtract from each term's gradient the mean that it has under the rollout policy, which is 0
-            only where the engine's policy is the trainer's. Needs the rollout's step means; weights may be of `token`
-            level, and their mean is taken into account. Clipped and rejected terms are not centred.
+        rollout_rs_denominator: divide the loss by the number of kept terms, or of all finite terms.
+        rejection_groups: after rejection, `recentre` shifts the advantages of each group to mean 0 over its kept terms;
+            `drop_small` also rejects groups with fewer than two samples left. Needs decoupled mode.
+        score_centering: subtract from each term's gradient its mean under the rollout policy, which is 0 only if the
+            two policies are equal. Needs the rollout's step means; works with weights of `token` level. Clipped and
+            rejected terms are not centred.
         log_legacy_names: log the `mismatch/*` names of the older dialect as well.
 
     Raises:
@@ -110,13 +109,13 @@ class RolloutCorrectionConfig(PresetMethods):
         """The preset `name` with some keys changed; `RolloutCorrectionConfig.preset` is the same.
 
         Raises:
-            ConfigError: the name is unknown, or an override contradicts what the preset is.
+            ConfigError: the name is unknown, or an override contradicts the preset.
         """
         return cls(**{**find_preset(name).keys, **overrides, "preset": name})
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
-        """A config from a recipe's section; a `preset` gives the values that the section leaves out.
+        """Build a config from a recipe's section; a `preset` fills the keys that the section leaves out.
 
         Raises:
             ConfigError: a key is unknown, or a value is bad, or contradicts the preset.

@@ -1,7 +1,7 @@
 """Bounds from the noise of earlier training steps, for a correction that never sees its batch as a whole.
 
-A mode's values are compared with the noise that its values had at the same step of the schedule. The scale is that of
-`rejection.near_normal`, on which noise is nearly normal, or the log-ratio itself for `step_z`.
+A mode's values are compared with their noise at the same step of the schedule, on the scale of `rejection.near_normal`,
+on which noise is nearly normal; `step_z` compares log-ratios themselves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Units:
         step_indices: `[B, T]` int64, places in the schedule; a sample belongs to its first step.
         num_steps: `S`, steps of the schedule.
         scale: the factor on log-ratios.
-        num_elements: `D`; None where it is not known.
+        num_elements: `D`; None if unknown.
     """
 
     step_indices: Tensor
@@ -42,7 +42,7 @@ class Units:
 
 
 def measured_noise(criterion: Criterion, ratios: LogRatios, units: Units) -> Noise:
-    """The noise of a mode's values at each step, on the batch of all ranks, one of which may have no samples."""
+    """Noise of a mode's values at each step, over the batch of all ranks; a rank may have no samples."""
     floor = torch.where(ratios.valid, ratios.floor(units.num_elements), 0.0)
     largest = gather_rows(floor, "the resolution of log-probs").amax()
     values = ratios.delta
@@ -54,7 +54,7 @@ def measured_noise(criterion: Criterion, ratios: LogRatios, units: Units) -> Noi
 
 
 def measured_slack(criterion: Criterion, ratios: LogRatios, slack: Tensor, units: Units) -> Tensor:
-    """A slack of log-ratios on the scale of `measured_noise`: the middle of each step's values, `[S]`."""
+    """Median slack of each step `[S]`, on the scale of `measured_noise`."""
     values = slack_values(criterion, ratios, slack, units)
     if criterion.mode.needs != "z":
         values = near_normal(criterion.mode, values)
@@ -80,14 +80,14 @@ def judged_by(
 ) -> tuple[LogRatios, Criterion]:
     """The criterion with bounds for each term or sample, and log-ratios with the z-scores that it reads.
 
-    Bounds hold `centre +- 6 spread` and, beyond that, what the slack adds. Where the noise of a step is not known, they
-    are infinite, and z-scores 0.
+    Bounds hold `centre +- 6 spread`, widened by the slack. At a step without known noise they are infinite, and
+    z-scores are 0.
 
     Args:
-        noise: of earlier training steps `[S]`; None where there is none.
+        noise: of earlier training steps `[S]`; None for no measurement.
         criterion: an `auto` one, or one of z-scores.
         ratios: of a micro-batch, `[B, T]`.
-        slack: `[B, T]`, by how much log-ratios may lie beyond the noise.
+        slack: `[B, T]`, distance that log-ratios may lie beyond the noise.
         units: of `ratios`.
     """
     mode, rows, slack = criterion.mode, units.rows(criterion), slack_values(criterion, ratios, slack, units)

@@ -107,7 +107,7 @@ class DumpedTerms:
     bypass: bool = False
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name, without those that are None."""
+        """The tensors by name; a field that is None is left out."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
@@ -281,7 +281,7 @@ def save(folder: Path, step: int, terms: DumpedTerms, loss: LoggedLoss) -> Path:
 
 
 def load(path: Path) -> DumpedTerms:
-    """Read the file of a step: whole numbers as int64, others as float32, or float64 where they are.
+    """Read the file of a step: whole numbers as int64, others as float32, or float64 if stored so.
 
     Raises:
         ConfigError: the file is damaged, or has another format. The message names the field, its value and what is
@@ -289,7 +289,7 @@ def load(path: Path) -> DumpedTerms:
     """
     with _opened(path) as (file, metadata):
         slices = {name: file.get_slice(name) for name in sorted(checks.COLUMNS.keys() & set(file.keys()))}
-        header = {name: (found.get_shape(), found.get_dtype()) for name, found in slices.items()}
+        header = {name: (part.get_shape(), part.get_dtype()) for name, part in slices.items()}
         if problem := checks.problem_of_header(header):
             raise damaged(path, problem)
         tensors = {name: _numbers(name, file.get_tensor(name)) for name in header}
@@ -325,12 +325,12 @@ def files(run_dir: Path) -> dict[int, Path]:
     Raises:
         ConfigError: two files are of one step, or the folder cannot be read.
     """
-    found: dict[int, Path] = {}
+    by_step: dict[int, Path] = {}
     for step, path in _found(run_dir):
-        if step in found:
-            raise ConfigError(f"{found[step]} and {path} are both of step {step}; delete the wrong one")
-        found[step] = path
-    return found
+        if step in by_step:
+            raise ConfigError(f"{by_step[step]} and {path} are both of step {step}; delete the wrong one")
+        by_step[step] = path
+    return by_step
 
 
 def discard_after(run_dir: Path, step: int) -> None:
@@ -414,7 +414,7 @@ def _numbered(group_ids: Array) -> Tensor:
 
 
 def _numbers(name: str, values: Array) -> Tensor:
-    """A tensor on the CPU: whole numbers as int64, others as float32, or float64 where they are."""
+    """A tensor on the CPU: whole numbers as int64, others as float32, or float64 if given so."""
     tensor = checks.as_tensor(name, values)
     if checks.COLUMNS[name].whole:
         odd = tensor[tensor.frac() != 0] if tensor.is_floating_point() else tensor[:0]

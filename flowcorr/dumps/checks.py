@@ -144,7 +144,7 @@ def problem_of_shape(shape: Sequence[int]) -> str:
 
 
 def problem_of_values(tensors: Mapping[str, Tensor], version: int | None) -> str:
-    """The problem of the tensors' values, or of those beside the version; empty if there is none."""
+    """The first problem of the tensors' values, or of their versions against `version`; empty if there is none."""
     for name, values in tensors.items():
         column = COLUMNS[name]
         odd = column.odd(values)

@@ -20,7 +20,7 @@ _PARTIAL = ".partial_"
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], otherwise: str) -> Path:
-    """Write a file and return its path; `otherwise` says what can be done where that fails.
+    """Write a file and return its path; `otherwise` is the remedy for the message of a failure.
 
     Raises:
         BackendError: the folder cannot be written to.
@@ -70,5 +70,5 @@ def opened(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
 
 
 def damaged(path: Path, problem: str) -> ConfigError:
-    """The error of a file that is not what it should be."""
+    """The error for a damaged file."""
     return ConfigError(f"{path} is damaged: {problem}; delete it, or write it again with flowcorr.dump")

@@ -1,4 +1,4 @@
-"""A few samples of a training step, with all that a replay of them needs: `replay_000123.safetensors` beside the step.
+"""A few samples of a training step, with all inputs of a replay: `replay_000123.safetensors` in the step's folder.
 
 Make `ReplaySamples` in the sampling loop, where prompts, images and latents are at hand and the adapter still is the
 one that sampled: it copies what it is given. Hand it to `flowcorr.dump` at the end of the step. `flowcorr doctor`
@@ -181,7 +181,7 @@ def save_replay(folder: Path, step: int, samples: ReplaySamples) -> Path:
 
 
 def discard_replay(folder: Path, step: int) -> None:
-    """Delete the samples of a step, if there are any: those of an earlier run, whose step was written again."""
+    """Delete the samples of a step, if an earlier run left some and the step is written again."""
     (folder / _FILE.format(step)).unlink(missing_ok=True)
 
 
@@ -224,10 +224,10 @@ def replay_files(folder: Path) -> dict[int, Path]:
         ConfigError: the folder cannot be read.
     """
     try:
-        found = [_NAME.fullmatch(name) for name in (os.listdir(folder) if folder.is_dir() else [])]
+        matches = [_NAME.fullmatch(name) for name in (os.listdir(folder) if folder.is_dir() else [])]
     except OSError as error:
         raise ConfigError(f"{folder} cannot be read: {error.strerror or error}") from error
-    return dict(sorted((int(match[1]), folder / match[0]) for match in found if match))
+    return dict(sorted((int(match[1]), folder / match[0]) for match in matches if match))
 
 
 _OTHER_DTYPES = {*((name, "U8") for name in _PIXELS), *((name, "I64") for name in _PLACES)}
@@ -264,7 +264,7 @@ def _problem_of_plain(name: str, value: object) -> str:
 
 
 def _problem(samples: ReplaySamples) -> str:
-    """The first problem of what it was given, in words; empty if there is none."""
+    """The first problem of the given samples, in words; empty if there is none."""
     for name in _PLAIN:
         value = getattr(samples, name)
         if value is not None and (problem := _problem_of_plain(name, value)):
@@ -282,7 +282,7 @@ def _problem(samples: ReplaySamples) -> str:
 
 
 def _problem_of_values(tensors: Mapping[str, Tensor]) -> str:
-    """The first latent or log-prob that is not finite; a reward may be, where it failed."""
+    """The first latent or log-prob that is not finite, in words; a failed reward may be NaN."""
     for name in _FINITE:
         if name in tensors and (lost := (~tensors[name].isfinite().flatten(1).all(1)).nonzero()).numel():
             return (
@@ -353,13 +353,13 @@ def _problem_of_places(places: Tensor, num_steps: int | None) -> str:
 
 
 def _window(tensors: Mapping[str, Tensor]) -> int | None:
-    """SDE steps of the window, `T`, where known."""
+    """SDE steps of the window, `T`; None if unknown."""
     known = [tensors[name] for name in ("latents", "log_probs") if name in tensors]
     return known[0].shape[1] if known and known[0].dim() > 1 and known[0].shape[1] else None
 
 
 def _num_steps(tensors: Mapping[str, Tensor]) -> int | None:
-    """Steps of the schedule, where known."""
+    """Steps of the schedule; None if unknown."""
     if "sigmas" in tensors:
         return len(tensors["sigmas"]) - 1
     return len(tensors["timesteps"]) if "timesteps" in tensors else None

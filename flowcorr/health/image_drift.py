@@ -1,4 +1,4 @@
-"""Reward hacking: the images drift far from those of the first step while the reward rises."""
+"""Detects reward hacking: images drift far from the first step's while the reward rises."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class DriftDetector:
         self._start: Mapping[str, Any] | None = None
 
     def update(self, metrics: Mapping[str, Any]) -> list[BrokenRule]:
-        """The statistic that drifted furthest, where the reward rose and it changed by more than its limit."""
+        """The statistic with the largest drift, if it is beyond its limit and the reward rose."""
         start = self._start = metrics if self._start is None else self._start
         drift = largest_drift(metrics, start)
         before, now = start.get("reward/mean"), metrics.get("reward/mean")

@@ -1,4 +1,4 @@
-"""Measures of the gap that leave their own spread of earlier training steps, whatever their healthy range is."""
+"""Detects measures of the gap that leave their own spread over earlier training steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RULE = Rule(
 
 
 class JumpDetector:
-    """Compares each training step with those before it, of the same age of weights."""
+    """Compares each training step with earlier ones that sampled with weights of the same age."""
 
     def __init__(self) -> None:
         self._earlier: dict[tuple[str, float], deque[float]] = {}

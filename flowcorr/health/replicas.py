@@ -1,4 +1,4 @@
-"""Which of many rollout workers is at fault: its gap beside that of the others.
+"""Finds the faulty one among many rollout workers, by comparing its gap with the others'.
 
 The metric is a worker's `relative_gap`, its |delta log p| beside what all workers have at the same steps of the
 schedule, so that it does not depend on which steps a worker happened to draw. Of its logarithm, the median of the other
@@ -51,7 +51,7 @@ class ReplicaMonitor:
         self._distances: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=EARLIER))
 
     def update(self, metrics: Mapping[str, Any]) -> list[BrokenRule]:
-        """The workers that are at fault after this training step: their gap beside that of the others."""
+        """The workers at fault after this training step, by comparing their gaps with the others'."""
         gaps = {
             int(match[1]): math.log(value + _ROUNDING)
             for name, value in metrics.items()
@@ -65,13 +65,13 @@ class ReplicaMonitor:
         least = max(LEAST_STEPS, 1 + math.ceil(LEAST_CHANGES / (len(gaps) - 1)))
         known = [worker for worker in sorted(gaps) if len(self._distances[worker]) >= least]
         noise = self._noise() if known else math.inf
-        found = []
+        odd = []
         for worker in known:
             distances = list(self._distances[worker])[-WINDOW:]
             limit = max(OUTLIER_Z * noise / math.sqrt(len(distances)), math.log(LEAST_FACTOR))
             if fmean(distances) > limit:
-                found.append(self._odd(worker, math.exp(fmean(distances)), math.exp(limit)))
-        return found
+                odd.append(self._odd(worker, math.exp(fmean(distances)), math.exp(limit)))
+        return odd
 
     def _odd(self, worker: int, factor: float, limit: float) -> BrokenRule:
         known = worker in self._places

@@ -58,20 +58,20 @@ class Setting:
 
 
 def num_terms(config: Config) -> int:
-    """SDE steps whose gap a training step measures: `B T`, or in bypass mode those of the first update."""
+    """Number of SDE steps in a training step's measurement of the gap: `B T`, or the first update's in bypass mode."""
     terms = config.rollout.prompts_per_step * config.rollout.n * config.sampling.sde_window_size
     in_bypass = config.algorithm.rollout_correction.mode in ("bypass", "auto")
     return terms // config.actor.mini_batches if in_bypass else terms
 
 
 def clip_key(actor: ActorConfig) -> str:
-    """The key that bounds the ratio, with its value; empty where the loss has none."""
+    """The key that bounds the ratio, with its value; empty if the loss has none."""
     limit = resolve_loss(actor).limit
     return "" if limit is None else f"actor.{limit.key}={clip_text(getattr(actor, limit.key))}"
 
 
 def clip_text(clip_ratio: float | Sequence[float]) -> str:
-    """A clip range in words: the number, or those by step index."""
+    """A clip range in words: one number, or a list by step index."""
     if isinstance(clip_ratio, Sequence):
         return "[" + ", ".join(f"{value:g}" for value in clip_ratio) + "]"
     return f"{clip_ratio:g}"

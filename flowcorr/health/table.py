@@ -37,8 +37,8 @@ RULES = rules_of(METRICS)
 def rule_of(metric: str, rows: Sequence[Metric]) -> Rule | None:
     """The rule that judges a metric, if any; one of the whole update has that of the same metric before it."""
     names = (metric, metric.removeprefix("actor/"))
-    found = [next((row for row in rows if row.name == name), None) for name in names]
-    return next((row.rule for row in found if row is not None), None)
+    matches = [next((row for row in rows if row.name == name), None) for name in names]
+    return next((row.rule for row in matches if row is not None), None)
 
 
 def rows_of(config: Config) -> tuple[Metric, ...]:

@@ -1,4 +1,4 @@
-"""One look for every chart: drawn by matplotlib, as SVG inside a page and as PNG beside it."""
+"""Draws every chart in one style with matplotlib, as SVG inside a page and as a PNG file."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def number(value: float) -> str:
 
 
 def numbers(values: Sequence[float]) -> list[str]:
-    """Numbers in few characters, and in more where two would read alike: `100100`, not `1e5`."""
+    """Write numbers in few characters, or in more if two would read alike: `100100`, not `1e5`."""
     texts = list(map(number, values))
     return texts if len(set(texts)) == len(texts) else [f"{value:.10g}" for value in values]
 
@@ -196,7 +196,7 @@ END_LABEL: Mapping[str, Any] = {
 
 
 def label_lines(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Write names at the right end of lines, moved apart where they would cover each other.
+    """Write names at the right ends of lines, moved apart so that they do not overlap.
 
     Args:
         axes: with their final limits.

@@ -48,7 +48,7 @@ def hides_limit(actor: ActorConfig, loss: Loss | None = None) -> bool:
 
 
 def ratio_limit(actor: ActorConfig, loss: Loss | None = None) -> float | Sequence[float] | None:
-    """How far a loss lets a ratio be from 1, for all steps or by step index; None where no bound is known.
+    """Largest distance of a ratio from 1 under a loss, for all steps or by step index; None if unknown or unbounded.
 
     Args:
         actor: its keys.
@@ -60,5 +60,5 @@ def ratio_limit(actor: ActorConfig, loss: Loss | None = None) -> float | Sequenc
 
 
 def without_clipped_shares(metrics: Metrics) -> Metrics:
-    """The metrics of a loss whose limit is not known."""
+    """Remove the clipped shares from a loss's metrics, because its clip range is unknown."""
     return metrics.renamed(lambda name: None if name.startswith("actor/pg_clipfrac") else name)

@@ -1,4 +1,4 @@
-"""The faults of log-probs that `faults` finds: what each means, and what it hides. Read without torch."""
+"""Meaning of each fault of log-probs that `faults` finds, and the findings that it hides. Read without torch."""
 
 from __future__ import annotations
 

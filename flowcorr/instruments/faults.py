@@ -78,9 +78,9 @@ def diagnose(gaps: Mapping[int, Terms], ages: Mapping[int, Tensor] | None = None
     """
     trained = trained_columns(list(gaps.values()))
     gaps = {step: gap.select((slice(None), trained)) for step, gap in gaps.items()}
-    found = [finding for find in FINDERS if (finding := find(gaps, ages or {})) is not None]
-    hidden = {name for finding in found for name in FAULTS[finding.cause].hides}
-    return [finding for finding in found if finding.cause not in hidden]
+    findings = [finding for find in FINDERS if (finding := find(gaps, ages or {})) is not None]
+    hidden = {name for finding in findings for name in FAULTS[finding.cause].hides}
+    return [finding for finding in findings if finding.cause not in hidden]
 
 
 def _non_finite(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
@@ -163,7 +163,7 @@ def _other_order(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
 
 
 def _moved(gap: Terms, axis: int, rounding: float) -> Tensor:
-    """Bool, the trainer's samples `[b]` (axis 0) or terms `[b, T]` (1) whose log-probs are those of another place."""
+    """Bool, the trainer's samples `[b]` (axis 0) or terms `[b, T]` (1) with the log-probs of another place."""
     known = delta(gap).isfinite().all(1)
     # [batches, places, numbers that have to fit]: all samples by their windows, or the steps of each sample.
     trainer, engine = (
@@ -182,7 +182,7 @@ def _moved(gap: Terms, axis: int, rounding: float) -> Tensor:
 def _one_step(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
     by_step, rounding = _by_step(gaps), _rounding_of(gaps)
     by_step = {index: values for index, values in by_step.items() if len(values) >= _FEWEST}
-    sizes = {index: float(found.abs().median()) for index, found in by_step.items()}
+    sizes = {index: float(differences.abs().median()) for index, differences in by_step.items()}
     if len(sizes) < 2:
         return None
     ranked = sorted(sizes, key=lambda one: sizes[one], reverse=True)
@@ -211,7 +211,7 @@ def _one_step(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
 
 def _shared_shift(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
     size, rounding = next(iter(gaps.values())).num_elements, _rounding_of(gaps)
-    found: dict[int, tuple[float, float]] = {}
+    moments: dict[int, tuple[float, float]] = {}
     for index, values in _by_step(gaps).items():
         mean, spread = _mean_and_spread(values)
         too_even = size is not None and size * spread**2 / 2 < _TOO_EVEN * abs(mean)
@@ -221,18 +221,18 @@ def _shared_shift(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
             and abs(mean) * (size or math.inf) > 1
             and (mean > 0 or too_even)
         ):
-            found[index] = mean, spread
-    if not found:
+            moments[index] = mean, spread
+    if not moments:
         return None
     return Finding(
         level="serious",
         cause="shared_shift",
         sentence="the trainer's log-probs and the engine's differ by a number that all samples share, at "
-        f"{_named('step', list(found))} of the schedule",
+        f"{_named('step', list(moments))} of the schedule",
         reason="log-densities differ by another number in each sample, and on average the sampler's is the larger",
         numbers={
             name: value
-            for index, (mean, spread) in found.items()
+            for index, (mean, spread) in moments.items()
             for name, value in ((f"delta log p at step {index}", mean), (f"spread at step {index}", spread))
         },
         remedy="compare how both stacks compute a log-prob: the terms -log s and -log(2 pi)/2, the std s with its "
@@ -292,16 +292,16 @@ def _beside_mean(values: Tensor) -> Tensor:
 
 
 def _few_samples(gaps: Mapping[int, Terms], ages: Ages) -> Finding | None:
-    """Samples of older weights are not looked at, nor those without a finite difference."""
+    """The finding on a few samples with a gap; samples of older weights or without a finite gap are skipped."""
     if not next(iter(gaps.values())).rollout_log_prob.shape[1]:
         return None
-    found: dict[int, Tensor] = {}
+    largest_gaps: dict[int, Tensor] = {}
     for step, gap in gaps.items():
         differences = delta(gap).abs()
         known = differences.isfinite()
         judged = known.any(1) if step not in ages else known.any(1) & (ages[step] <= 0)
-        found[step] = differences.where(known, 0.0).amax(1)[judged]
-    every = torch.cat(list(found.values()))
+        largest_gaps[step] = differences.where(known, 0.0).amax(1)[judged]
+    every = torch.cat(list(largest_gaps.values()))
     if len(every) < 2 * _FEWEST:
         return None
     typical = float(every.median())
@@ -311,7 +311,7 @@ def _few_samples(gaps: Mapping[int, Terms], ages: Ages) -> Finding | None:
     if not apart.any():
         return None
     odd = ranked[1:][int(apart.int().argmax()) :]
-    hit = [step for step, largest in found.items() if (largest >= odd[0]).any()]
+    hit = [step for step, largest in largest_gaps.items() if (largest >= odd[0]).any()]
     return Finding(
         level="warning",
         cause="few_samples",
@@ -357,7 +357,7 @@ def _rounding_of(gaps: Mapping[int, Terms]) -> float:
 def _stale(_: Mapping[int, Terms], ages: Ages) -> Finding | None:
     if not ages:
         return None
-    every = torch.cat([found.double() for found in ages.values()])
+    every = torch.cat([age.double() for age in ages.values()])
     if float(every.max()) <= 0:
         return None
     return Finding(

@@ -1,4 +1,4 @@
-"""The KL of two policies from log-ratios of their samples, where the step means of one side are not known."""
+"""Estimates the KL of two policies from log-ratios of samples, without the step means of both sides."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def estimated_kl(mean: float, square: float, count: int, num_elements: int) -> f
 
 
 def moments_disagree(mean: float, square: float, count: int, num_elements: int) -> bool:
-    """Whether noise of one size does not explain both moments of `delta`; the arguments are those of `estimated_kl`."""
+    """Whether noise of one size fails to explain both moments of `delta`; arguments as in `estimated_kl`."""
     if count < FEWEST:
         return False
     of_spread, error = _spread(mean, square, count, num_elements)

@@ -1,4 +1,4 @@
-"""The gap between a rollout and the trainer's scores of it, beside the clip range of the loss, and its table."""
+"""The gap between a rollout and the trainer's scores of it, compared with the clip range, and its table."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ class Gap:
             yield index, self.terms.step_index == index
 
     def outside(self, where: Tensor | None = None) -> float | None:
-        """Share beyond the clip range, of the terms `where`, or of all; None where no range is known."""
+        """Share of ratios outside the clip range, over the terms in a mask or all; None if no range is known."""
         known = ~self.limit.isnan() if where is None else where & ~self.limit.isnan()
         return float((self.distance > self.limit)[known].double().mean()) if known.any() else None
 
     def clip_needed(self, where: Tensor) -> float:
-        """The clip range that leaves learning its room above the noise of the terms `where`."""
+        """The clip range that leaves room for learning above the noise of the terms in a mask."""
         return clip_needed(self.distance[where])
 
 

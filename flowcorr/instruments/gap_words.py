@@ -27,7 +27,7 @@ def treatment(correction: RolloutCorrectionConfig) -> str:
 
 
 def joint_nats(config: Config, values: Values) -> float | None:
-    """The KL of a whole SDE window in nats, summed over all latent elements; None where a step did not measure it.
+    """The KL of a whole SDE window in nats, summed over all latent elements; None if a step did not measure it.
 
     It is the exact KL where the engine returns step means, else `estimated_kl` of the mean and the mean square of
     `delta`, of which `k3_kl` is half, at each step of the schedule; these count alike, as samples share them out.
@@ -43,7 +43,7 @@ def joint_nats(config: Config, values: Values) -> float | None:
 
 
 def _moments(values: Values) -> list[tuple[float, float]]:
-    """Mean and mean square of `delta` at each step of the schedule; of all terms where steps were not logged."""
+    """Mean and mean square of `delta` at each step of the schedule, or of all terms if steps were not logged."""
     names = [name.removesuffix("k3_kl") for name in values if _OF_STEP.fullmatch(name)]
     return [
         (-values[f"{name}kl"], 2 * values[f"{name}k3_kl"])
@@ -53,7 +53,7 @@ def _moments(values: Values) -> list[tuple[float, float]]:
 
 
 def mean_gap(config: Config, steps: Sequence[Values]) -> float | None:
-    """`joint_nats`, the mean over the training steps that measured it; None where none did."""
+    """Mean of `joint_nats` over the training steps that measured it; None if none did."""
     sizes = [size for values in steps if (size := joint_nats(config, values)) is not None]
     return sum(sizes) / len(sizes) if sizes else None
 
@@ -64,7 +64,7 @@ def gap(nats: float) -> str:
 
 
 def action(correction: RolloutCorrectionConfig, values: Values) -> str:
-    """The effect of a correction in a step: `rejected 3.1 %`, `weights 0.98 to 1.02`, `idle` where it cannot act.
+    """The effect of a correction in a step: `rejected 3.1 %`, `weights 0.98 to 1.02`, or `idle` if it cannot act.
 
     Bands that earlier training steps measure say `measuring` until there are enough of them.
 
@@ -91,7 +91,7 @@ def action(correction: RolloutCorrectionConfig, values: Values) -> str:
 
 
 def measurement(config: Config, steps: Sequence[Values]) -> str:
-    """The measurements of a run in a sentence; empty where no training step was done.
+    """The measurements of a run in a sentence; empty before the first training step.
 
     Args:
         config: the run's.
@@ -109,11 +109,11 @@ def measurement(config: Config, steps: Sequence[Values]) -> str:
         return f"gap not measured in joint nats{why if config.sampling.cps_unscaled else ''}"
     if mean == 0:
         return "gap 0: engine and trainer give equal log-probs"
-    found, shares = gap(mean), [values[_OUTSIDE] for values in steps if _OUTSIDE in values]
+    text, shares = gap(mean), [values[_OUTSIDE] for values in steps if _OUTSIDE in values]
     if shares:
         outside = percent(sum(shares) / len(shares))
-        found += f"; {outside} of ratios outside the clip range before any update{_consequence(correction)}"
-    return found
+        text += f"; {outside} of ratios outside the clip range before any update{_consequence(correction)}"
+    return text
 
 
 def percent(share: float) -> str:

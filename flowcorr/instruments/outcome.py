@@ -54,7 +54,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows of plain values under columns, those of words first.
+    """Rows of plain values under columns, text columns first.
 
     Attributes:
         name: its name in JSON.

@@ -1,4 +1,4 @@
-"""A `Report` on the terminal, as JSON, as one HTML page with charts beside it, and as an exit code.
+"""Shows a `Report` on the terminal, as JSON, as an HTML page with charts as files, and as an exit code.
 
 The verdict is the first line everywhere.
 """
@@ -31,7 +31,7 @@ _MARKS = {"this": "bold", "idle": "dim", "": None}
 
 
 def exit_code(report: Report) -> int:
-    """0, or 1 where the worst finding is a warning, or 2 where it is serious, for an instrument that examines."""
+    """Exit code of an instrument that examines: 0, 1 if the worst finding is a warning, 2 if it is serious."""
     return _EXIT_CODES.get(report.level, 0)
 
 
@@ -74,7 +74,7 @@ def _written(files: Mapping[Path, str | bytes]) -> list[Path]:
 
 
 def _pictures(report: Report) -> Iterator[tuple[str, bytes]]:
-    """Every chart as PNG, with the names of its lines where it has several."""
+    """Every chart as PNG, with the names of its lines if it has several."""
     for section in report.charts:
         note = "; ".join(f"{mark}: {name}" for mark, name, _ in section.legend if mark != name)
         for name, picture in section.pictures.items():
@@ -84,7 +84,7 @@ def _pictures(report: Report) -> Iterator[tuple[str, bytes]]:
 
 
 def show(report: Report, files: Sequence[Path] = (), console: Console | None = None) -> None:
-    """Print the verdict, the findings, the facts, the tables, and where it was saved."""
+    """Print the verdict, the findings, the facts, the tables, and the paths of saved files."""
     with printing_on(console) as printer:
         _show(report, files, printer)
 
@@ -114,7 +114,7 @@ def _fits_a_line(finding: Finding) -> bool:
 
 
 def _show_finding(console: Console, finding: Finding, *, heads: bool) -> None:
-    """Print a finding; without its sentence where it heads the report."""
+    """Print a finding; its sentence is left out if it is the report's verdict."""
     quiet = "dim" if finding.level in ("note", "healthy") else ""
     evidence = _line(f"({finding.evidence})", "dim") if finding.numbers else Text()
     if not heads:
@@ -148,7 +148,7 @@ def _show_table(console: Console, table: Table) -> None:
 
 
 def _line(text: str, style: str = "") -> Text:
-    """A text whose names of files and runs, which may be a stranger's, hold no control characters."""
+    """A line of text without control characters, which names of a stranger's files and runs may hold."""
     return Text(printable(text), style)
 
 

@@ -190,7 +190,7 @@ def draw_bars(figure: Figure, bars: Sequence[tuple[str, float, str]], colour: st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dot:
-    """A row of `draw_dots`; what is NaN is left out.
+    """A row of `draw_dots`; a NaN is not drawn.
 
     Attributes:
         name: on the left.
@@ -233,7 +233,7 @@ def _name_rows(axes: Axes, names: Sequence[str]) -> None:
 
 
 def _limits_in_view(low: float, high: float, healthy: tuple[float, float]) -> list[float]:
-    """Limits that are crossed, and those beside which the values still fill a quarter of the axis."""
+    """Limits that are crossed, or so near that the values still fill a quarter of the axis."""
     least, most = healthy
     crossed = [limit for limit, broken in ((least, low < least), (most, high > most)) if broken]
     near = [

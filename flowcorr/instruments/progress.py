@@ -183,7 +183,7 @@ class TerminalObserver:
         return f"{per_step:.1f} s a step, {_duration(per_step * (self._total - step))} left"
 
     def _line(self, head: str, fields: Sequence[str], remaining: str) -> str:
-        """A step's line: all of it for a file, and on a terminal, whose bar has the time, the first fields that fit."""
+        """A step's line: all fields for a file; on a terminal, with its bar for the time, the first fields that fit."""
         if not self._live:
             return _GAP.join((head, *fields, remaining))
         room = self._console.width - len(head)

@@ -18,7 +18,7 @@ _ANY = re.compile(r"rollout_corr/worker_([0-9]{1,4})/(logprob_abs_diff|relative_
 def worker_table(
     name: str, records: Sequence[Mapping[str, Any]], places: Mapping[int, str], number: int = 0
 ) -> Table:
-    """A row for each worker of a run whose gap was measured: where it ran, and its mean gap.
+    """A row for each worker of a run: its host and process, and its mean gap.
 
     Args:
         name: of the run.
@@ -46,30 +46,30 @@ def worker_table(
                 worker,
                 places.get(worker, "not known"),
                 *(
-                    fmean(values) if (values := found[key]) else None
+                    fmean(values) if (values := by_metric[key]) else None
                     for key in ("logprob_abs_diff", "relative_gap")
                 ),
             )
-            for worker, found in sorted(gaps.items())
+            for worker, by_metric in sorted(gaps.items())
         ],
     )
 
 
 def places_of(folder: Path) -> dict[int, str]:
-    """By worker of a run, its host, process and GPUs in words, as its events tell them; empty where they do not."""
+    """By worker of a run, its host, process and GPUs in words, from its events; empty if none tells them."""
     path = folder / EVENTS_FILE
     if not path.is_file():
         return {}
-    found: dict[int, str] = {}
+    places_by_worker: dict[int, str] = {}
     for event in read_events(path):
         match event:
             case {"kind": "workers", "places": [*places]}:
-                found = {number: _in_words(place) for number, place in enumerate(places)}
+                places_by_worker = {number: _in_words(place) for number, place in enumerate(places)}
             case {"kind": "worker_restarted", "worker": str(name)} if name.startswith("rollout worker "):
                 number = name.removeprefix("rollout worker ")
                 if number.isdecimal() and len(number) < 5:
-                    found[int(number)] = _in_words(event)
-    return found
+                    places_by_worker[int(number)] = _in_words(event)
+    return places_by_worker
 
 
 def _in_words(place: Any) -> str:

@@ -1,4 +1,4 @@
-"""The files of a folder of dumped steps: which can be read, whether they are of one run, and what they tell of it."""
+"""Reads the files of a folder of dumped steps, checks that they are of one run, and collects facts about it."""
 
 from __future__ import annotations
 
@@ -73,17 +73,19 @@ def survey(files: Mapping[int, Path], config: Config | None) -> tuple[dict[int, 
             f"sampling.num_inference_steps={config.sampling.num_inference_steps} of {CONFIG_FILE} must be at most "
             f"{MAX_SCHEDULE}"
         )
-    found: dict[int, DumpedFile] = {}
+    examined: dict[int, DumpedFile] = {}
     problems = []
     for step, path in files.items():
         try:
-            found[step] = _examined(path, config)
+            examined[step] = _examined(path, config)
         except ConfigError as error:
             problems.append(str(error))
-    _check_alike(list(found.values()))
+    _check_alike(list(examined.values()))
     if not problems:
-        return found, []
-    return found, [f"{len(problems)} of {len(files)} dumped steps cannot be read; the first: {problems[0]}"]
+        return examined, []
+    return examined, [
+        f"{len(problems)} of {len(files)} dumped steps cannot be read; the first: {problems[0]}"
+    ]
 
 
 def _examined(path: Path, config: Config | None) -> DumpedFile:
@@ -117,10 +119,10 @@ def _examined(path: Path, config: Config | None) -> DumpedFile:
     )
 
 
-def _check_alike(found: Sequence[DumpedFile]) -> None:
-    """Refuse files whose windows or latents differ in size, where their sizes are known."""
+def _check_alike(files: Sequence[DumpedFile]) -> None:
+    """Raise if files state windows or latents of different sizes."""
     for name, what in (("window", "SDE steps a sample"), ("num_elements", "num_elements")):
-        known = [file for file in found if getattr(file, name) is not None]
+        known = [file for file in files if getattr(file, name) is not None]
         for file in known[1:]:
             sizes = [getattr(one, name) for one in (known[0], file)]
             if sizes[0] != sizes[1]:
@@ -131,15 +133,15 @@ def _check_alike(found: Sequence[DumpedFile]) -> None:
 
 
 def size_of(files: Iterable[DumpedFile]) -> int | None:
-    """`D` as the files tell it, which is one number; None where none tells it."""
+    """`D` from the first file that states it, since all must agree; None if none does."""
     return next((file.num_elements for file in files if file.num_elements is not None), None)
 
 
 def noise_levels(paths: Sequence[Path]) -> Tensor | None:
-    """The noise levels of all steps, highest first, to within the rounding of bfloat16; None where none are needed.
+    """Noise levels of all steps, highest first, to within bfloat16 rounding; None if the files have step indices.
 
-    None too where they are not those of a schedule, but lie anywhere. Samples may have windows of their own, so that a
-    step's place within its window does not tell which step it is.
+    Also None if they form no schedule. Samples may have windows of their own, so that a step's place within its window
+    does not tell which step it is.
     """
     loaded = [terms for terms in map(dumps.load, paths) if terms.sigmas is not None]
     if all(terms.step_indices is not None for terms in loaded):
@@ -153,7 +155,7 @@ def noise_levels(paths: Sequence[Path]) -> Tensor | None:
 
 
 def scored_in(columns: Sequence[Tensor]) -> Tensor | None:
-    """`[T]` bool, steps of the window that the trainer scores; None where in some training steps it scores others.
+    """`[T]` bool, steps of the window that the trainer scores; None if no training step scores all of them.
 
     Args:
         columns: `scored_columns` of each training step.

@@ -97,11 +97,11 @@ class DumpedRun:
 
     @property
     def replayable(self) -> list[int]:
-        """The training steps whose loss is known; one of the run's own may not be imported."""
+        """Training steps with a known loss; a user's own loss may not be imported."""
         return [step for step in self.files if step not in self.without_loss]
 
     def load(self, step: int) -> DumpedTerms:
-        """The terms of a training step, with the run's `num_elements` where its file does not tell it."""
+        """The terms of a training step; a file without `num_elements` gets the run's."""
         return replace(dumps.load(self.files[step]), num_elements=self.num_elements)
 
 
@@ -116,7 +116,7 @@ def is_run(folder: Path) -> bool:
 
 
 def read_dumped(folder: Path, *, allow_imports: Collection[str] = ()) -> DumpedRun:
-    """Find the dumped steps of a folder and what is known of their run.
+    """Find the dumped steps of a folder, and the facts about their run.
 
     Args:
         folder: a run's folder, or one of dumped steps.
@@ -142,45 +142,45 @@ def read_dumped(folder: Path, *, allow_imports: Collection[str] = ()) -> DumpedR
             "flowcorr train, or a folder that flowcorr.dump wrote"
         )
     run = read_config(folder, allow_imports=allow_imports) if of_flowcorr else None
-    found, notes = survey(files, None if run is None else run.config)
-    if not found:
+    examined, notes = survey(files, None if run is None else run.config)
+    if not examined:
         raise ConfigError(f"{folder}: {notes[0]}")
     for note in notes:
         warnings.warn(note, UserWarning, stacklevel=2)
     if run is not None:
-        return of_own_run(folder, run, found, notes)
-    return _of_another_trainer(folder, found, notes, frozenset(allow_imports))
+        return of_own_run(folder, run, examined, notes)
+    return _of_another_trainer(folder, examined, notes, frozenset(allow_imports))
 
 
 def of_own_run(
-    folder: Path, run: RunConfig, found: Mapping[int, DumpedFile], notes: Sequence[str]
+    folder: Path, run: RunConfig, files: Mapping[int, DumpedFile], notes: Sequence[str]
 ) -> DumpedRun:
     """The dumped steps of a run of flowcorr, at least one."""
     return DumpedRun(
         folder=folder,
-        settings=dict.fromkeys(found, Setting.of(run.config)),
+        settings=dict.fromkeys(files, Setting.of(run.config)),
         config=run.config,
         loss_mode=run.loss_mode,
-        **_of_files(found),
+        **_of_files(files),
         left_out=run.left_out,
-        without_loss=frozenset(found if run_config.LOSS in run.left_out else ()),
+        without_loss=frozenset(files if run_config.LOSS in run.left_out else ()),
         notes=(*notes, *run_config.notes(run.left_out)),
-        scored=torch.ones(next(iter(found.values())).window, dtype=torch.bool),
+        scored=torch.ones(next(iter(files.values())).window, dtype=torch.bool),
     )
 
 
-def _of_files(found: Mapping[int, DumpedFile]) -> dict[str, Any]:
+def _of_files(files: Mapping[int, DumpedFile]) -> dict[str, Any]:
     return {
-        "files": {step: file.path for step, file in found.items()},
-        "num_terms": {step: file.num_samples * file.window for step, file in found.items()},
-        "num_elements": size_of(found.values()),
+        "files": {step: file.path for step, file in files.items()},
+        "num_terms": {step: file.num_samples * file.window for step, file in files.items()},
+        "num_elements": size_of(files.values()),
     }
 
 
 def _of_another_trainer(
-    folder: Path, found: Mapping[int, DumpedFile], notes: list[str], allowed: frozenset[str]
+    folder: Path, by_step: Mapping[int, DumpedFile], notes: list[str], allowed: frozenset[str]
 ) -> DumpedRun:
-    files = list(found.values())
+    files = list(by_step.values())
     levels, last = noise_levels([file.path for file in files]), files[-1]
     own = [file.loss.loss_mode for file in files if not is_imported(file.loss, allowed)]
     left_out = {run_config.LOSS: own[-1]} if own else {}
@@ -201,13 +201,13 @@ def _of_another_trainer(
         folder=folder,
         settings={
             step: _setting(actor_of(file.loss, allowed), file.bypass, file.window, steps)
-            for step, file in found.items()
+            for step, file in by_step.items()
         },
         config=None,
         loss_mode=last.loss.loss_mode,
-        **_of_files(found),
+        **_of_files(by_step),
         left_out=left_out,
-        without_loss=frozenset(step for step, file in found.items() if not is_imported(file.loss, allowed)),
+        without_loss=frozenset(step for step, file in by_step.items() if not is_imported(file.loss, allowed)),
         notes=tuple(notes),
         levels=levels,
         scored=scored_in([file.scored for file in files]),
@@ -253,7 +253,7 @@ def _differing(files: Sequence[DumpedFile]) -> list[str]:
 
 
 def _stand_ins(files: Sequence[DumpedFile], allowed: frozenset[str]) -> list[str]:
-    """A line for each loss whose limit no dump holds."""
+    """A line for each loss with a limit that dumps do not hold."""
     lines = []
     for name, loss in {file.loss.loss_mode: file.loss for file in files}.items():
         limit = resolve_loss(actor_of(loss, allowed)).limit
@@ -288,7 +288,7 @@ def _setting(actor: ActorConfig, bypass: bool, window: int, num_steps: int) -> S
 
 
 def as_terms(dumped: DumpedTerms, levels: Tensor | None = None, scored: Tensor | None = None) -> Terms:
-    """The terms of a dumped step; current policy = old one where no score of it was dumped.
+    """The terms of a dumped step; the old policy stands in for the current one if that was not dumped.
 
     Unknown noise levels and stds become NaN. Unknown step indices are counted within the window. `keep` is None, or
     False where terms tell nothing about the gap: at steps of the window that nobody trained, of which the trainer has
@@ -364,7 +364,7 @@ def diagnosed(run: DumpedRun) -> list[Finding]:
 
 
 def ages_of(steps: Mapping[int, DumpedTerms]) -> dict[int, Tensor]:
-    """By training step, how many versions the weights that sampled were behind, `[B]`, where that was dumped."""
+    """By training step, the age in versions of the weights that sampled, `[B]`, for steps that dumped it."""
     return {
         step: dumped.version - dumped.policy_versions
         for step, dumped in steps.items()
@@ -380,13 +380,13 @@ def records(run: DumpedRun) -> list[dict[str, Any]]:
     Raises:
         ConfigError: a file is damaged.
     """
-    found = {
+    by_step = {
         step: step_metrics(run.load(step), setting, run.levels, run.scored)
         for step, setting in run.settings.items()
     }
     return [
         {"step": step} | {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        for step, metrics in found.items()
+        for step, metrics in by_step.items()
     ]
 
 
@@ -415,7 +415,7 @@ def step_metrics(
 
 
 def _of_update(terms: Terms, actor: ActorConfig) -> Metrics:
-    """The metrics of the loss; without the clipped shares where the clip range is not known."""
+    """The metrics of the loss, without the clipped shares if the clip range is unknown."""
     clip = clip_by_term(actor.clip_ratio, terms.step_index)
     metrics = flow_grpo(
         terms.log_prob, terms.old_log_prob, terms.advantage, clip_ratio=clip, adv_clip_max=actor.adv_clip_max

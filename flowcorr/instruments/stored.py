@@ -11,7 +11,7 @@ _ROUNDING = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 
 
 def stored_in(values: Tensor) -> torch.dtype | None:
-    """The half precision that all finite values have; None where that is none, or no value is finite."""
+    """The half precision that represents all finite values exactly; None if neither does, or none is finite."""
     known = values[values.isfinite()]
     if not known.numel():
         return None

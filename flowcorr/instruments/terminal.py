@@ -23,7 +23,7 @@ _NOTHING = ("", "-")
 
 @contextmanager
 def printing_on(console: Console | None) -> Iterator[Console]:
-    """The console to print on; where it is no terminal, lines have a fixed width and end without blanks."""
+    """The console to print on; in a file or pipe, lines have a fixed width and no blanks at their ends."""
     console = console or Console(highlight=False)
     if console.is_terminal:
         yield console
@@ -44,7 +44,7 @@ def show_table(
     prose: bool = False,
     styles: Iterable[str | None] | None = None,
 ) -> None:
-    """Print a table; where the terminal is too narrow for it, each row as a name with `column value` pairs below it.
+    """Print a table; on a narrow terminal, each row becomes a name with `column value` pairs below it.
 
     Args:
         console: where to print.

@@ -17,7 +17,7 @@ def steps_a_point(count: int) -> int:
 
 
 def stride_text(stride: int) -> str:
-    """A note that a point is a mean over steps; empty where it is one step."""
+    """A note that a point is a mean over steps; empty if it is one step."""
     return f"means over {stride} steps" if stride > 1 else ""
 
 
@@ -28,6 +28,6 @@ def spread_out(items: Sequence[Item], most: int = MAX_ROWS) -> list[Item]:
     return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
 
 
-def rows_text(shown: Sized, found: Sized) -> str:
-    """A note that some steps are left out; empty where none is."""
-    return f"{len(shown)} of {len(found)} steps" if len(shown) < len(found) else ""
+def rows_text(shown: Sized, everything: Sized) -> str:
+    """A note that some steps are left out; empty if none is."""
+    return f"{len(shown)} of {len(everything)} steps" if len(shown) < len(everything) else ""

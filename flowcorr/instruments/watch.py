@@ -71,7 +71,7 @@ class Watch:
             unjudged, self._monitor = _unjudged(dumps.missing(dumped, loss)), HealthMonitor(units)
         faults = diagnose({step: gap_of(dumped, scored=scored)}, ages_of({step: dumped}))
         findings = [*self._monitor.update(metrics, faults, units=units), *unjudged]
-        findings = [replace(found, numbers={"step": step, **found.numbers}) for found in findings]
+        findings = [replace(finding, numbers={"step": step, **finding.numbers}) for finding in findings]
         return {name: value for name, value in metrics.items() if name.startswith(PREFIX)}, findings
 
     def _scored(self, dumped: dumps.DumpedTerms) -> Tensor | None:

@@ -240,7 +240,7 @@ def step_loss(
     correction: RolloutCorrectionConfig = OFF,
     sde_type: SdeType = "sde",
 ) -> tuple[Tensor, dict[str, float]]:
-    """The loss called `name` of one micro-batch at one step, from what verl-omni hands its losses.
+    """The loss `name` of one micro-batch at one step, from the arguments that verl-omni passes to its losses.
 
     Args:
         name: one of `LOSSES`.
@@ -368,7 +368,7 @@ def _tensor(tensors: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def _step_kl(tensors: Mapping[str, Tensor]) -> Tensor | None:
-    """Exact KL `[B, T]` of each step a latent element, where both step means are known."""
+    """Exact KL `[B, T]` of each step a latent element; None unless both step means are known."""
     names = ("old_prev_sample_mean", "rollout_prev_sample_mean", "prev_sample_std")
     old, rollout, std = (tensors.get(name) for name in names)
     if old is None or rollout is None or std is None:

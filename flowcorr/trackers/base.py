@@ -1,4 +1,4 @@
-"""Where a run's numbers and images go."""
+"""Trackers, which take a run's numbers and images."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Tracker(Protocol):
         """Log named videos, each an animated GIF."""
 
     def finish(self, ending: Ending) -> None:
-        """Write what is pending, say how the run ended and close; does nothing if the tracker was not started."""
+        """Flush, record the run's ending and close; does nothing if the tracker was not started."""
 
 
 @contextlib.contextmanager
@@ -66,7 +66,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def kept_id(file: Path) -> str | None:
-    """The id of its run that a tracker left in the folder; None where there is none, or a crash left it empty."""
+    """The run id that a tracker stored in a file; None without a file, or with one that a crash left empty."""
     return (file.read_text(encoding="utf-8").strip() or None) if file.exists() else None
 
 

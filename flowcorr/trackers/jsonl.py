@@ -31,7 +31,7 @@ _LARGEST = 1e300  # so that sums of a few metrics are finite
 
 
 class JsonlTracker:
-    """Appends `{"step": n, ...}` to `metrics.jsonl`; the trainer writes images and films beside it.
+    """Appends `{"step": n, ...}` to `metrics.jsonl`; the trainer writes images and films to the same folder.
 
     The file is strict JSON: what is not finite is null. Each record is flushed, so that a run that is killed
     loses none; a run that is continued first drops a torn last line and all records after its checkpoint.
@@ -97,7 +97,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def checked_metrics(path: Path) -> tuple[list[dict[str, Any]], str]:
-    """The records of a `metrics.jsonl` in the order of their steps, and what is left out of them, in words.
+    """Read the records of a `metrics.jsonl`, sorted by step, and list the parts left out, in words.
 
     A record has a `step`, and metrics that are numbers or None; a number that is not finite is None. A metric that its
     step has already is left out. A last line that a crash left incomplete is not mentioned.
@@ -133,7 +133,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _clean(record: dict[str, Any], logged: set[str]) -> list[str]:
-    """Take out of a record what is no metric, or `logged` already, and say what that was; add its names to `logged`."""
+    """Remove entries that are no metric or already `logged`, and return them in words; add the others to `logged`."""
     problems = []
     for name, value in list(record.items()):
         if not name or not name.isprintable():
@@ -178,7 +178,7 @@ def _is_up_to(line: str, last_step: int) -> bool:
 
 
 def _record(line: bytes) -> dict[str, Any]:
-    """The record of a line; raises `ValueError` where it is none."""
+    """Parse the record of a line; raises `ValueError` if it is none."""
     try:
         record = json.loads(line.decode(), object_pairs_hook=_object, parse_constant=float)
     except RecursionError:

@@ -42,7 +42,7 @@ class Trackers:
 
     @property
     def beside_folder(self) -> list[str]:
-        """The names of the trackers that get pictures: the trainer writes those of the run folder."""
+        """Names of the trackers that get pictures; the run folder gets its pictures from the trainer."""
         return [name for name in self._trackers if name != FOLDER and name not in self._left_out]
 
     def start(self, run_name: str, out_dir: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
@@ -61,15 +61,15 @@ class Trackers:
         self._each("log", [name for name in self._trackers if name not in self._left_out], metrics, step)
 
     def log_images(self, images: Mapping[str, Sequence[Image]], step: int) -> None:
-        """Log named lists of images, beside those that the trainer writes into the run folder."""
+        """Log named lists of images to trackers other than the run folder."""
         self._each("log_images", self.beside_folder, images, step)
 
     def log_videos(self, videos: Mapping[str, bytes], step: int) -> None:
-        """Log named videos, each an animated GIF, beside those that the trainer writes into the run folder."""
+        """Log named videos, each an animated GIF, to trackers other than the run folder."""
         self._each("log_videos", self.beside_folder, videos, step)
 
     def finish(self, ending: Ending) -> None:
-        """Finish every tracker, also those that were left out.
+        """Finish every tracker, including trackers that were left out after an error.
 
         Raises:
             BackendError: the run folder cannot be written to.

@@ -72,7 +72,7 @@ class SwanLabTracker:
         self._run.log({name: self._swanlab.Video(video) for name, video in videos.items()}, step=step)
 
     def finish(self, ending: Ending) -> None:
-        """Upload what is pending and end the run in the state that `STATES` names."""
+        """Flush and end the run in the state of `STATES`."""
         if self._run is not None:
             error = "see failure.txt in the run's folder" if ending == "failed" else None
             self._run.finish(state=STATES[ending], error=error)

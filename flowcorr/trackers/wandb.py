@@ -76,7 +76,7 @@ class WandbTracker:
         self._run.log({STEP: step, **films})
 
     def finish(self, ending: Ending) -> None:
-        """Upload what is pending and end the run, as failed unless it finished: wandb has no state for a signal."""
+        """Flush and end the run, as failed unless it finished: wandb has no state for a signal."""
         if self._run is not None:
             self._run.finish(exit_code=int(ending != "finished"))
             self._run = None

@@ -84,7 +84,7 @@ def _translated(source: str, overrides: Sequence[str], gpus: int | None, all_key
 
 
 def _table(sections: Mapping[str, Any]) -> Table:
-    """The table of the trainer whose configuration it is."""
+    """Find the table of the trainer that a configuration belongs to."""
     keys = {
         *sections,
         *(f"{name}.{key}" for name, part in sections.items() if isinstance(part, dict) for key in part),

@@ -17,7 +17,7 @@ _JOINT_LAYERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translated:
-    """A model family whose configurations are translated.
+    """A model family with translated configurations.
 
     Attributes:
         checkpoint: a regular expression that finds the family in a checkpoint's name in lower case.

@@ -181,7 +181,7 @@ def takes_references(get: Given) -> bool:
 
 
 def references_note(get: Given) -> str:
-    """Where reference images lie there, and here."""
+    """A note on the folders of reference images, in Flow-Factory and here."""
     if not takes_references(get):
         return "train.jsonl if there is one"
     folder = get.plain("data.image_dir") or os.path.join(get("data.dataset_dir", str), "images/")
@@ -199,7 +199,7 @@ def tokens(get: Given) -> int:
 
 
 def sigmas_note(get: Given) -> str:
-    """How its sigmas of a number of steps differ from those here."""
+    """A note on the difference between Flow-Factory's sigmas and ours for N steps."""
     if family(get) != "sd3":
         return ""
     return (

@@ -118,7 +118,7 @@ def _window(get: Given) -> tuple[int, list[int]]:
 
 
 def _sde_type(get: Given) -> str:
-    """The transition; only scripts whose name ends in `_fast` read it."""
+    """The transition; only scripts named `*_fast.py` read it."""
     return str(get("sample.sde_type")) if get("script").endswith("_fast.py") else "sde"
 
 
@@ -133,7 +133,7 @@ def _dtype(get: Given) -> str:
 
 
 def _weights_dtype(get: Given) -> str:
-    """The dtype of the weights; all of them are trained in float32, but those of Qwen-Image."""
+    """The dtype of the weights; full weights are trained in float32, except for Qwen-Image."""
     return _dtype(get) if get("use_lora") or _family(get) == "qwen_image" else "float32"
 
 

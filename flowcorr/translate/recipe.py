@@ -52,7 +52,7 @@ def recipe_text(translation: Translation, origin: str, *, all_keys: bool = False
 
 
 def _section_of(entry: str) -> str:
-    """The section of `a.b.c=value`, two names of it where a third follows."""
+    """The section of `a.b.c=value`, at most its first two names."""
     names = entry.partition("=")[0].split(".")[:-1]
     return ".".join(names[:2]) or "top level"
 

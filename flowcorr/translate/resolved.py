@@ -95,18 +95,18 @@ def read_overrides(words: Sequence[str]) -> dict[str, Any]:
     """The values of `key=value`, `+key=value` or `++key=value` by their dotted keys; the last of a key counts."""
     changed: dict[str, Any] = {}
     for word in words:
-        found = _OVERRIDE.fullmatch(word)
-        if found is None:
+        match = _OVERRIDE.fullmatch(word)
+        if match is None:
             chooses = " chooses other defaults, which are not read" if word.startswith("--config") else ""
             raise ConfigError(
                 f"the argument {word!r}{chooses or ' is not read, only key=value'}; leave it out, or let Hydra print "
                 f"what it makes: {printed_by('run.sh')}"
             )
-        changed.pop(found[1], None)  # so that a section and a key in it count in their order
+        changed.pop(match[1], None)  # so that a section and a key in it count in their order
         try:
-            changed[found[1]] = yaml_text.parse(found[2])
+            changed[match[1]] = yaml_text.parse(match[2])
         except ConfigError:
-            changed[found[1]] = found[2]
+            changed[match[1]] = match[2]
     return changed
 
 
@@ -140,7 +140,7 @@ def _created(values: Any) -> DictConfig:
 
 
 def _other_references_as_text(value: Any, counts: list[int]) -> Any:
-    """The values with references to anything but keys as text; adds those that are a part of text to `counts`."""
+    """Escape references to anything but keys; adds the number of key references inside longer texts to `counts`."""
     if isinstance(value, dict):
         return {name: _other_references_as_text(part, counts) for name, part in value.items()}
     if isinstance(value, list):
@@ -154,9 +154,9 @@ def _other_references_as_text(value: Any, counts: list[int]) -> Any:
 
 
 def _plain(node: DictConfig | ListConfig, counts: list[int], level: int = 0) -> Any:
-    """Plain data with references replaced, and kept where they lead nowhere; adds the number of values to `counts`."""
+    """Plain data with references replaced; dangling ones stay. Adds the number of values to `counts`."""
     names = list(node) if isinstance(node, DictConfig) else range(len(node))
-    found = {}
+    resolved = {}
     for name in names:
         counts[0] += 1
         if counts[0] > _MAX_VALUES or level > _MAX_LEVELS:
@@ -168,10 +168,10 @@ def _plain(node: DictConfig | ListConfig, counts: list[int], level: int = 0) -> 
         except OmegaConfBaseException:  # missing, or a reference that leads nowhere
             raw: Any = OmegaConf.to_container(node)
             value = raw[name]
-        found[name] = (
+        resolved[name] = (
             _plain(value, counts, level + 1) if isinstance(value, DictConfig | ListConfig) else value
         )
-    return found if isinstance(node, DictConfig) else list(found.values())
+    return resolved if isinstance(node, DictConfig) else list(resolved.values())
 
 
 def _reason(error: Exception) -> str:

@@ -93,7 +93,7 @@ def note(given: Sequence[Reward]) -> str:
 
 
 def number(key: str, value: Any) -> float:
-    """A weight; raises `ConfigError` for what is no number."""
+    """A weight as a float; raises `ConfigError` if it is no number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{key}={value!r} must be a number")
     return float(value)

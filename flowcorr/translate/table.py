@@ -1,4 +1,4 @@
-"""Tables that map the keys of another trainer's configuration to those of a recipe."""
+"""Tables that map the keys of another trainer's configuration to keys of a recipe."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Given:
         return _at(self._values, key) is not _MISSING
 
     def __call__(self, key: str, kind: Any = object) -> Any:
-        """The value of a key, or the one that counts where it is absent.
+        """The value of a key, or its default in the other trainer.
 
         Args:
             key: a dotted key, of a value or of a section.
@@ -87,7 +87,7 @@ class Given:
         raise ConfigError(f"{key}={value!r} must be {KINDS[kind]}")
 
     def plain(self, key: str) -> Any:
-        """The value of a key, or the one that counts where it is absent; None for none. It is not checked."""
+        """The value of a key, or its default in the other trainer, or None; it is not checked."""
         value = _at(self._values, key)
         return self._absent.get(key) if value is _MISSING else value
 

@@ -19,10 +19,10 @@ def of_script(path: Path, text: str) -> str:
             f"a script is not read, as only verl-omni knows what it resolves to; write that, and translate it: "
             f'{printed_by(path)}. A script without "$@" needs the two options behind its overrides'
         )
-    if found := _YAML.search(code):
-        return f"it starts Flow-Factory; translate its YAML, {found[1]}"
-    if found := _PYTHON.search(code):
-        file, _, name = found[0].partition(":")
+    if match := _YAML.search(code):
+        return f"it starts Flow-Factory; translate its YAML, {match[1]}"
+    if match := _PYTHON.search(code):
+        file, _, name = match[0].partition(":")
         return of_python(Path(file), name, "")
     return (
         "it starts no trainer whose configuration flowcorr translates: verl-omni's, flow_grpo's and Flow-Factory's are "

@@ -1,4 +1,4 @@
-"""Keys of verl-omni's configuration that are not translated: what may change something, and what cannot."""
+"""Keys of verl-omni's configuration that are not translated, with and without a possible effect."""
 
 from __future__ import annotations
 

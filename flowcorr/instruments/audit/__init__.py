@@ -1,4 +1,4 @@
-"""`flowcorr audit`: how large the gap is, what each preset would make of it, and what to do about it."""
+"""`flowcorr audit`: the size of the gap, the effect of each preset on it, and advice."""
 
 from flowcorr.instruments.audit.dumped import audit_folder
 from flowcorr.instruments.audit.measure import audit, examine_batches

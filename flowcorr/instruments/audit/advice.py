@@ -76,7 +76,7 @@ BASIS = "Limits and biases are those measured on a flow whose gradient is known:
 
 
 def advise(facts: Facts, *, of_recipe: bool = True) -> list[Finding]:
-    """The advice on a gap with its keys and reasons, and a wider clip range for bypass where that is an alternative.
+    """Advice on a gap with keys and reasons, and, as an alternative, a wider clip range for bypass mode.
 
     Args:
         facts: what was measured.
@@ -104,7 +104,7 @@ def advise(facts: Facts, *, of_recipe: bool = True) -> list[Finding]:
     if facts.unexplained:
         fault = Finding(level=LEVELS[kind], cause="gap", sentence=VERDICT, numbers=numbers, remedy=REMEDY)
         return [fault, *told]
-    found = [
+    findings = [
         Finding(
             level=LEVELS[kind],
             cause="gap",
@@ -119,12 +119,12 @@ def advise(facts: Facts, *, of_recipe: bool = True) -> list[Finding]:
     wider = _alternative(facts, bypass)
     if wider and of_recipe:
         sentence = "or bypass, with a clip range above the noise"
-        found.append(Finding(level="note", cause="wider_clip", sentence=sentence, keys=wider))
+        findings.append(Finding(level="note", cause="wider_clip", sentence=sentence, keys=wider))
     if facts.if_newest and not facts.negligible:
         told.append(_broken_if_newest(facts))
     elif bypass and facts.older_weights is None and not of_recipe:
         told.append(_ASSUMED_NEWEST)
-    return found + told
+    return findings + told
 
 
 def _broken_if_newest(facts: Facts) -> Finding:
@@ -339,7 +339,7 @@ def _alternative(facts: Facts, bypass: bool) -> str:
 
 
 def _clip_line(facts: Facts) -> str:
-    """The key that widens the range above the noise: for all steps, or by step index where their noise differs."""
+    """The key that widens the clip range beyond the noise: one number, or one by step index if noise differs."""
     assert facts.limit is not None
     assert facts.clip_limit is not None
     widest = round_up(facts.clip_needed)

@@ -135,7 +135,7 @@ def _left_out(terms: Mapping[int, DumpedTerms], trained: Tensor) -> list[str]:
 
 
 def _older_weights(run: DumpedRun, faults: Sequence[Finding], *, known: bool) -> bool | None:
-    """Whether older weights sample; None where the dump does not tell it of all steps."""
+    """Whether older weights sample; None if the dump leaves it open at some step."""
     if run.setting.staleness > 0 or any(fault.cause == "stale" for fault in faults):
         return True
     return False if known else None
@@ -169,7 +169,7 @@ def _stated(run: DumpedRun, gap: Terms) -> Stated:
 
 
 def presets_of(run: DumpedRun) -> list[Preset]:
-    """Presets on the dumped steps; none where their loss is not to be imported."""
+    """Replay presets on the dumped steps; empty if their loss may not be imported."""
     if not run.replayable:
         return []
     known = run.of_flowcorr and MODES not in run.left_out  # a correction that can be replayed
@@ -189,7 +189,7 @@ def _with_trainer(run: DumpedRun) -> dict[int, DumpedTerms]:
 
 
 def _judged(gap: Terms) -> Terms:
-    """The gap with NaN where a term is not judged, and where an exact KL is not known."""
+    """The gap with NaN for terms that are not judged, and for unknown exact KLs."""
     target, kl = gap.old_log_prob, gap.old_rollout_kl
     kl = torch.full_like(target, torch.nan) if kl is None else kl
     if gap.keep is not None:
@@ -198,7 +198,7 @@ def _judged(gap: Terms) -> Terms:
 
 
 def _with_kls(run: DumpedRun, gaps: dict[int, Terms]) -> tuple[dict[int, Terms], list[str]]:
-    """The gaps of training steps, with estimates where exact KLs were not dumped; and notes on these.
+    """Fill in estimates for exact KLs that were not dumped, and write notes on them.
 
     Without `num_elements` the spread tells nothing, and a KL is the mean of `-delta`, or 0.
     """
@@ -237,7 +237,7 @@ def _with_kls(run: DumpedRun, gaps: dict[int, Terms]) -> tuple[dict[int, Terms],
 
 
 def _rounded(gap: Terms) -> list[str]:
-    """A line for each side whose log-probs were stored in a half precision that is coarser than the gap."""
+    """A line for each side with log-probs stored in half precision, if its rounding is coarser than the gap."""
     typical, lines = float(delta(gap).abs().median()), []
     for side, values in (("engine", gap.rollout_log_prob), ("trainer", gap.old_log_prob)):
         dtype = stored_in(values)

@@ -194,9 +194,9 @@ def effect(steps: Steps, correction: RolloutCorrectionConfig, bands: MeasuredBan
 def _corrected(
     steps: Steps, terms: Terms, correction: RolloutCorrectionConfig, bands: MeasuredBands
 ) -> Terms:
-    """The terms with weights and rejection: all at once, or in turn where a correction sees a training step as a whole.
+    """Weigh and reject terms: all at once, or each training step in turn for corrections that need a whole step.
 
-    Returns windows `[S, T]`, or in bypass mode, whose loss sees single steps, `[S * T]`.
+    Returns windows `[S, T]`, or single steps `[S * T]` in bypass mode with a loss of single steps.
     """
     setting, bypass = steps.setting, correction.mode == "bypass"
     in_turn = correction.needs_batch or (correction.rollout_is_batch_normalize and not bypass)
@@ -225,7 +225,7 @@ def _corrected(
 
 
 def _weight(terms: Terms, weight: Tensor, correction: RolloutCorrectionConfig) -> Tensor:
-    """`[S, T]` float64, NaN where the drift is not finite or a term is not judged; rejection changes no weight."""
+    """Weights `[S, T]` float64; NaN for a drift that is not finite or a term not judged. Rejection has no effect."""
     target = terms.log_prob if correction.mode == "bypass" else terms.old_log_prob
     valid = (target - terms.rollout_log_prob).isfinite()
     if terms.keep is not None:

@@ -42,7 +42,7 @@ _STALE_GAP = MARGIN * 0.04
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stated:
-    """What a run states of its precision and its steps.
+    """Precision and steps of a run, as it states them.
 
     Attributes:
         precision: in words.
@@ -63,7 +63,7 @@ class Stated:
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """What the configuration of a run of flowcorr states."""
+        """Read precision and steps from the configuration of a run of flowcorr."""
         names = dict.fromkeys((config.rollout.dtype, config.model.dtype, *sorted(coarse_weights(config))))
         sampling = config.sampling
         return cls(
@@ -76,7 +76,7 @@ class Stated:
 
     @classmethod
     def of_captured(cls, samples: ReplaySamples | None, *, indexed: bool = True) -> Self:
-        """What captured samples state; without them, or without their `dtype`, the precision is `COARSEST`."""
+        """Read precision and steps from captured samples; without their `dtype`, the precision is `COARSEST`."""
         coarsest = f"{COARSEST}, the coarsest there is (ReplaySamples.dtype states another)"
         if samples is None:
             return cls(precision=coarsest, velocity_gap=_LARGEST_SHARE)
@@ -131,7 +131,7 @@ def velocity_of(window: Window, sampling: SamplingConfig) -> float:
 
 
 def _captured_velocity(stated: Stated, tensors: Mapping[str, Tensor]) -> float:
-    """Root mean square of the velocities of captured steps, at most: what moved the latents, less the step noise."""
+    """Upper bound on the root mean square of captured velocities: the latents' movement less the step noise."""
     assert stated.noise_level is not None, "captured"
     latents, sigmas = tensors["latents"].double(), tensors["sigmas"].double()
     places = tensors.get("step_indices", torch.arange(latents.shape[1])).long()
@@ -168,7 +168,7 @@ def _without_velocity(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beyond:
-    """The step whose gap is farthest beyond what is explained.
+    """A step with a gap beyond the size that its precision explains.
 
     Attributes:
         step_index: its place in the schedule.
@@ -193,14 +193,14 @@ class Beyond:
 
 
 def beyond(gap: Terms, stated: Stated) -> Beyond | None:
-    """The step of a gap that is farthest beyond what is explained; None where all are within, or none can be judged.
+    """Find the step with the largest excess over the explained gap; None without excess or without a judged step.
 
     Args:
         gap: with exact KLs; samples of older weights are not to be among them.
         stated: of the run.
     """
     assert gap.old_rollout_kl is not None, "a gap has exact KLs"
-    found = []
+    excesses = []
     for index in gap.step_index.unique().tolist():
         here = gap.step_index == index
         kl = float(gap.old_rollout_kl[here].mean())
@@ -208,7 +208,7 @@ def beyond(gap: Terms, stated: Stated) -> Beyond | None:
         r = math.sqrt(2 * max(kl, 0.0))
         if r > limit:
             like_staleness = r <= limit * _STALE_GAP / stated.velocity_gap
-            found.append(
+            excesses.append(
                 Beyond(
                     step_index=index,
                     r=r,
@@ -217,11 +217,11 @@ def beyond(gap: Terms, stated: Stated) -> Beyond | None:
                     like_staleness=like_staleness,
                 )
             )
-    return max(found, key=lambda one: one.r / one.limit, default=None)
+    return max(excesses, key=lambda one: one.r / one.limit, default=None)
 
 
 def _limit(gap: Terms, stated: Stated, index: int) -> float:
-    """The largest distance of step means that is explained at a step; infinite where its noise levels are not known."""
+    """The largest explained distance of step means at a step; infinite if its noise levels are unknown."""
     sigma, following = _levels(gap, stated, index)
     if not math.isfinite(sigma) or stated.noise_level is None:
         return math.inf
@@ -236,7 +236,7 @@ def _limit(gap: Terms, stated: Stated, index: int) -> float:
 
 
 def _levels(gap: Terms, stated: Stated, index: int) -> tuple[float, float]:
-    """Noise levels before and after a step; NaN where they are not known."""
+    """Noise levels before and after a step; NaN if unknown."""
     here = gap.step_index == index
     sigma = math.nan if gap.sigma is None else float(gap.sigma[here][0])
     if stated.indexed and index + 1 < len(stated.sigmas):

@@ -86,12 +86,12 @@ class Facts:
 
     @property
     def limit(self) -> Limit | None:
-        """The key of `actor` that bounds the ratio, None where the loss has none."""
+        """The key of `actor` that bounds the ratio; None if the loss has none."""
         return resolve_loss(self.setting.actor).limit
 
     @property
     def clip_limit(self) -> float | Sequence[float] | None:
-        """How far the loss lets a ratio be from 1, a number or one by step index; None where it bounds none."""
+        """Largest distance of a ratio from 1, a number or one by step index; None if the loss bounds none."""
         return ratio_limit(self.setting.actor)
 
     @property
@@ -119,7 +119,7 @@ class Facts:
 
     @property
     def systematic(self) -> bool:
-        """Whether most of the gap lies along what was learned; rounding points anywhere."""
+        """Whether most of the gap points along the learned change of weights; rounding points anywhere."""
         return self.stale_nats > self.joint_nats / 2
 
     @property

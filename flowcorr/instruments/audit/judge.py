@@ -28,7 +28,7 @@ def report_of(
     notes: Sequence[Finding] = (),
     of_recipe: bool = True,
 ) -> Report:
-    """The report on a gap; without the numbers of its size it holds what needs no unit of whole steps, and no advice.
+    """Build the report on a gap; without `facts` it has no advice, and no numbers in units of whole steps.
 
     Args:
         title: what was audited.
@@ -81,11 +81,11 @@ def _of_gap(gap: Gap, loss_mode: str) -> list[Fact]:
 def _of_size(facts: Facts, *, advised: bool) -> list[Fact]:
     """Facts of a gap in units of whole steps, and the mode that is advised."""
     nats = facts.joint_nats
-    found = [
+    facts_of_gap = [
         Fact(name="joint_nats", value=nats, text=f"joint nats of a window, D times its exact KL: {nats:.3g}"),
         Fact(name="outliers", value=facts.outliers),
         Fact(name="outlier_band", value=facts.outlier_band),
     ]
     if advised:
-        found += [Fact(name="mode", value=mode_of(facts)), Fact(name="basis", value=BASIS, text=BASIS)]
-    return found
+        facts_of_gap += [Fact(name="mode", value=mode_of(facts)), Fact(name="basis", value=BASIS, text=BASIS)]
+    return facts_of_gap

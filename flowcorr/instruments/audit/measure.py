@@ -1,4 +1,4 @@
-"""How large is the gap between rollout engine and actor, and what would each correction make of it?
+"""Measures the gap between rollout engine and actor, and the effect of each correction on it.
 
 A few rollout batches are sampled with the configured engine and scored again by the actor, as decoupled mode
 does. Then a training step is made on random advantages, for its time alone. A stale engine differs from the actor only
@@ -183,7 +183,7 @@ def _on_unmeasured(gap: Terms, config: Config) -> list[Finding]:
 
 
 def as_steps(gap: Gap) -> Steps:
-    """A gap as one training step on random advantages, whose current policy is the old one."""
+    """A gap as one training step on random advantages, before any update."""
     terms, samples = gap.terms, len(gap.terms.old_log_prob)
     draw = torch.Generator().manual_seed(0)
     advantage = torch.randn(samples, generator=draw, dtype=torch.float64)

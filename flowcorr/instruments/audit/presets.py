@@ -1,7 +1,7 @@
-"""The presets on training steps beside no correction: a table, and charts of how far each turns the gradient.
+"""Replays presets on training steps and compares them with no correction: a table, and charts of their cosines.
 
-Where a preset's coefficients are those of no correction, up to a factor, so is its gradient; how far two gradients lie
-apart where they are not, the model decides.
+A preset that only rescales the coefficients only rescales the gradient. Otherwise the angle between the gradients
+depends on the model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_LINES = len(PALETTE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """A correction on all steps beside no correction, which is the run's loss without weights and rejection.
+    """A correction on all steps, compared with no correction: the run's loss without weights and rejection.
 
     Attributes:
         name: the preset's, or `THIS_RUN` for the run's own correction where it is none of the presets; with its
@@ -50,7 +50,7 @@ class Preset:
 
     @property
     def label(self) -> str:
-        """Its name, marked where the run trained with it."""
+        """Its name, marked if the run trained with it."""
         return f"{self.name} (this run)" if self.of_run and not self.name.startswith(THIS_RUN) else self.name
 
     @property
@@ -61,7 +61,7 @@ class Preset:
 
 
 def compare(steps: Sequence[Steps], own: RolloutCorrectionConfig, *, warm_up: int = 0) -> list[Preset]:
-    """Replay all presets on training steps, those nearest to no correction first.
+    """Replay all presets on training steps, sorted by their distance from no correction.
 
     Args:
         steps: of the run, in order.
@@ -91,7 +91,7 @@ def _tried(
     of_run: bool,
     warm_up: int,
 ) -> Preset:
-    found: list[Effect] = []
+    effects: list[Effect] = []
     beside: list[Effect] = []
     products, bands, reason = [], steps[0].setting.bands(), ""
     for part, uncorrected in zip(steps, plain, strict=True):
@@ -100,22 +100,22 @@ def _tried(
             reason = why
             products.append(torch.zeros(3, len(part.sizes), dtype=torch.float64))
             continue
-        if chosen.mode == "bypass" and chosen.needs_batch and not found:
+        if chosen.mode == "bypass" and chosen.needs_batch and not effects:
             for _ in range(warm_up):
                 effect(part, chosen, bands)
-        found.append(effect(part, chosen, bands))
+        effects.append(effect(part, chosen, bands))
         beside.append(uncorrected)
-        ours, theirs = found[-1].coefficients, uncorrected.coefficients
+        ours, theirs = effects[-1].coefficients, uncorrected.coefficients
         products.append(torch.stack([part.sums(each) for each in (ours * theirs, ours**2, theirs**2)]))
     name = _named(correction)
-    if not found:
+    if not effects:
         return Preset(name=name, of_run=of_run, reason=reason)
-    if not all(math.isfinite(one.loss_sum) for one in found):
+    if not all(math.isfinite(one.loss_sum) for one in effects):
         return Preset(name=name, of_run=of_run, reason="its loss is not finite on these terms")
     dots, ours, theirs = torch.cat(products, dim=1)
     cosines = torch.where(ours > 0, dots / (ours * theirs).sqrt(), 0.0).clamp(-1, 1)
     known = theirs > 0
-    numbers = _numbers(found, beside, weighted=correction.applies_weights)
+    numbers = _numbers(effects, beside, weighted=correction.applies_weights)
     if known.any():
         numbers |= {
             "cosine": float(cosines[known].mean()),
@@ -146,8 +146,10 @@ def _in_mode(correction: RolloutCorrectionConfig, *, bypass: bool) -> RolloutCor
         return correction.in_mode("bypass" if bypass else "decoupled")
 
 
-def _numbers(found: Sequence[Effect], plain: Sequence[Effect], *, weighted: bool) -> dict[str, float | None]:
-    """The numbers of a preset over all steps; None where one is not known.
+def _numbers(
+    effects: Sequence[Effect], plain: Sequence[Effect], *, weighted: bool
+) -> dict[str, float | None]:
+    """The numbers of a preset over all steps; None for an unknown one.
 
     `weight` and `ess` are of the weights that multiply the loss, after batch normalisation. A sample is rejected if one
     of its terms is. `clipped` is the share of kept terms whose ratio lies outside the loss's range. `loss` is over all
@@ -155,9 +157,9 @@ def _numbers(found: Sequence[Effect], plain: Sequence[Effect], *, weighted: bool
     coefficients of no correction, 0 for a step of which nothing is left; `least_cosine` the smallest, `norm` the length
     beside theirs, and `changed_terms` the share with another sign, where 0 is a sign too.
     """
-    judged, kept = (torch.cat([getattr(one, name) for one in found]) for name in ("judged", "kept"))
-    ours, theirs = (torch.cat([one.coefficients for one in ones]).sign() for ones in (found, plain))
-    weight = _finite([one.weight for one in found if one.weight is not None]) if weighted else None
+    judged, kept = (torch.cat([getattr(one, name) for one in effects]) for name in ("judged", "kept"))
+    ours, theirs = (torch.cat([one.coefficients for one in ones]).sign() for ones in (effects, plain))
+    weight = _finite([one.weight for one in effects if one.weight is not None]) if weighted else None
     rejected = judged & ~kept
     total = float(weight.square().sum()) if weight is not None else 0.0
     return {
@@ -165,12 +167,12 @@ def _numbers(found: Sequence[Effect], plain: Sequence[Effect], *, weighted: bool
         "ess": float(weight.sum() ** 2 / (len(weight) * total)) if weight is not None and total else None,
         "rejected_terms": int(rejected.sum()) / int(judged.sum()),
         "rejected_samples": int(rejected.any(1).sum()) / int(judged.any(1).sum()),
-        "clipped": Metrics.merged([one.metrics for one in found]).compute().get("actor/pg_clipfrac"),
+        "clipped": Metrics.merged([one.metrics for one in effects]).compute().get("actor/pg_clipfrac"),
         "cosine": None,
         "least_cosine": None,
         "norm": None,
         "changed_terms": int((ours != theirs).sum()) / int(judged.sum()),
-        "loss": sum(one.loss_sum for one in found) / max(sum(one.count for one in found), 1.0),
+        "loss": sum(one.loss_sum for one in effects) / max(sum(one.count for one in effects), 1.0),
     }
 
 
@@ -213,10 +215,10 @@ _COLUMNS = (
 
 
 def preset_table(presets: Sequence[Preset]) -> Table:
-    """A row for each preset; those that cannot be replayed, and why, stand in the note."""
-    found = [one for one in presets if one.numbers]
-    same = sum(one.same for one in found)
-    note = f"of {len(found)}, {same or 'none'} change only the gradient's length, which Adam ignores"
+    """A row for each preset; the note names presets that cannot be replayed, with the reason."""
+    replayed = [one for one in presets if one.numbers]
+    same = sum(one.same for one in replayed)
+    note = f"of {len(replayed)}, {same or 'none'} change only the gradient's length, which Adam ignores"
     reasons: dict[str, list[str]] = {}
     for one in presets:
         if one.reason:
@@ -227,8 +229,8 @@ def preset_table(presets: Sequence[Preset]) -> Table:
         title="Presets beside no correction",
         note=note,
         columns=[Column(name="preset", words=True), *_COLUMNS],
-        rows=[(one.label, *(one.numbers[column.name] for column in _COLUMNS)) for one in found],
-        marks=["this" if one.of_run else "idle" if one.same else "" for one in found],
+        rows=[(one.label, *(one.numbers[column.name] for column in _COLUMNS)) for one in replayed],
+        marks=["this" if one.of_run else "idle" if one.same else "" for one in replayed],
     )
 
 
@@ -238,14 +240,15 @@ def _counted(names: Sequence[str]) -> str:
 
 def preset_charts(presets: Sequence[Preset]) -> dict[str, Chart]:
     """How far each preset's gradient is from no correction, and how that changes over training steps."""
-    found = [one for one in presets if one.numbers]
-    if not found:
+    replayed = [one for one in presets if one.numbers]
+    if not replayed:
         return {}
     spans = {
-        one.label: (_or_nan(one.numbers["least_cosine"]), _or_nan(one.numbers["cosine"])) for one in found
+        one.label: (_or_nan(one.numbers["least_cosine"]), _or_nan(one.numbers["cosine"])) for one in replayed
     }
     rows = [
-        Dot(name=one.label, value=spans[one.label][1], span=spans[one.label], muted=one.same) for one in found
+        Dot(name=one.label, value=spans[one.label][1], span=spans[one.label], muted=one.same)
+        for one in replayed
     ]
     charts = [
         Chart(
@@ -254,10 +257,10 @@ def preset_charts(presets: Sequence[Preset]) -> dict[str, Chart]:
             caption="dot: mean over steps; line: down to the lowest step; grey: acts as no correction does",
             draw=draw_dots,
             data={"rows": rows, "view": (min(0.0, *(least for least, _ in spans.values())) - 0.04, 1.04)},
-            height=34 + 19 * len(found),
+            height=34 + 19 * len(replayed),
         )
     ]
-    curves, names = _curves(found)
+    curves, names = _curves(replayed)
     if curves:
         charts.append(
             Chart(
@@ -271,10 +274,10 @@ def preset_charts(presets: Sequence[Preset]) -> dict[str, Chart]:
     return {chart.name: chart for chart in charts}
 
 
-def _curves(found: Sequence[Preset]) -> tuple[list[Curve], str]:
-    """The presets that turn the gradient, one of those that turn it alike, by letter; and the letters' names."""
+def _curves(replayed: Sequence[Preset]) -> tuple[list[Curve], str]:
+    """Curves by letter of the presets that turn the gradient, one for each distinct curve; and the letters' names."""
     kinds: dict[tuple[tuple[int, float], ...], Preset] = {}
-    for one in found:
+    for one in replayed:
         if not one.same and len(one.cosines) > 1:
             kinds.setdefault(tuple((step, round(cosine, 2)) for step, cosine in one.cosines.items()), one)
     turned = list(kinds.values())[:: max(1, math.ceil(len(kinds) / _MAX_LINES))]

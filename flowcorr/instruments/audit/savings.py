@@ -1,4 +1,4 @@
-"""Measures cheaper rollouts of a recipe beside its own: seconds, gap, images and rewards of each.
+"""Compares cheaper rollouts of a recipe with its own: seconds, gap, images and rewards of each.
 
 The same prompts are sampled from the same noise by the recipe's own rollout engine, and once more with each saving.
 The reward of the recipe scores all images. A saving may change the window, which the gap says, or the images alone;
@@ -90,13 +90,13 @@ def audit_savings(
     own, rows, findings = measure(config), [], []
     for name, changed in savings_of(config).items():
         try:
-            found = measure(changed)
+            cheaper = measure(changed)
         except (ConfigError, BackendError) as error:
             findings.append(
                 Finding(level="note", cause="saving", sentence=f"{name}: not measured, since {error}")
             )
             continue
-        row = _row(name, own, found, config)
+        row = _row(name, own, cheaper, config)
         rows.append(row)
         findings.append(_finding(dict(zip(_NAMES, row, strict=True))))
     return _report(title, own, rows, findings)
@@ -106,7 +106,7 @@ def savings_of(config: Config) -> dict[str, Config]:
     """Cheaper configurations by the override that makes each: longer steps, and precisions and syncs of the engine."""
     sampling, rollout = config.sampling, config.rollout
     left = sampling.num_inference_steps - max(sampling.sde_window_range[1], sampling.noisy_steps.stop)
-    found = {
+    cheaper = {
         f"sampling.post_window_stride={stride}": replace(
             config, sampling=replace(sampling, post_window_stride=stride)
         )
@@ -114,11 +114,11 @@ def savings_of(config: Config) -> dict[str, Config]:
         if sampling.post_window_stride < stride <= left
     }
     if rollout.dtype == "float32":
-        found["rollout.dtype=bfloat16"] = replace(config, rollout=replace(rollout, dtype="bfloat16"))
+        cheaper["rollout.dtype=bfloat16"] = replace(config, rollout=replace(rollout, dtype="bfloat16"))
     if rollout.name == "in_process":
         for emulate in ("fp8", "int8", "int4"):
             if emulate != rollout.emulate:
-                found[f"rollout.emulate={emulate}"] = replace(
+                cheaper[f"rollout.emulate={emulate}"] = replace(
                     config, rollout=replace(rollout, emulate=emulate)
                 )
     if resolve_engine(rollout.name).compiles:
@@ -129,10 +129,10 @@ def savings_of(config: Config) -> dict[str, Config]:
         for key, value in options:
             if rollout.engine.get(key) != value:
                 engine = {**rollout.engine, key: value}
-                found[f"rollout.engine.{key}={value}"] = replace(
+                cheaper[f"rollout.engine.{key}={value}"] = replace(
                     config, rollout=replace(rollout, engine=engine)
                 )
-    return found
+    return cheaper
 
 
 def _measure(config: Config, *, batches: Sequence[Sequence[Prompt]], run: Path | None) -> Measured:
@@ -169,18 +169,18 @@ def _measure(config: Config, *, batches: Sequence[Sequence[Prompt]], run: Path |
     )
 
 
-def _row(name: str, own: Measured, found: Measured, config: Config) -> tuple[object, ...]:
-    whole = np.isfinite(own.rewards).all(1) & np.isfinite(found.rewards).all(1)
-    before, after = own.rewards[whole], found.rewards[whole]
+def _row(name: str, own: Measured, cheaper: Measured, config: Config) -> tuple[object, ...]:
+    whole = np.isfinite(own.rewards).all(1) & np.isfinite(cheaper.rewards).all(1)
+    before, after = own.rewards[whole], cheaper.rewards[whole]
     taught = np.ptp(before, axis=1) > 0 if len(before) else np.zeros(0, dtype=bool)
     ranks = rank_correlations(before[taught], after[taught])
     advantages = [_advantages(rewards, config) for rewards in (before, after)]
-    nats = joint_nats(found.gap)
-    grey = np.abs(found.images.astype(np.int16) - own.images).mean()
+    nats = joint_nats(cheaper.gap)
+    grey = np.abs(cheaper.images.astype(np.int16) - own.images).mean()
     return (
         name,
-        None if "emulate" in name else found.seconds / own.seconds,
-        math.sqrt(2 * nats / (found.gap.old_log_prob.shape[1] * (found.gap.num_elements or 1))),
+        None if "emulate" in name else cheaper.seconds / own.seconds,
+        math.sqrt(2 * nats / (cheaper.gap.old_log_prob.shape[1] * (cheaper.gap.num_elements or 1))),
         nats,
         float(grey),
         over_prompts(lambda rows: ranks[rows].mean(), len(ranks)),
@@ -216,7 +216,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def cosine(advantages: np.ndarray, others: np.ndarray) -> float:
-    """Cosine of two arrays of one shape; NaN where one is 0."""
+    """Cosine of two arrays of one shape; NaN if one is 0."""
     norm = np.linalg.norm(advantages) * np.linalg.norm(others)
     return float((advantages * others).sum() / norm) if norm else math.nan
 

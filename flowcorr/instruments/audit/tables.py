@@ -121,7 +121,7 @@ def outliers(gap: Terms) -> tuple[float, float]:
 
 
 def gap_chart(steps: Table, limit: float | Sequence[float] | None) -> Chart:
-    """The gap by step beside the clip range."""
+    """A chart of the gap by step, with the clip range."""
     quantiles = ", ".join(f"{level:.0%}" for level in QUANTILES)
     return Chart(
         name="audit_gap",

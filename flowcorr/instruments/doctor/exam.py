@@ -102,7 +102,7 @@ class Exam:
 
 
 def largest_gap(usual: float) -> float:
-    """The largest velocity gap that does not fail, beside the `usual` one."""
+    """The largest velocity gap that passes, from the `usual` one."""
     return min(WARN_FACTOR * usual, LARGEST_GAP)
 
 

@@ -143,7 +143,7 @@ def _first_in_float32(config: Config, prompts: list[Prompt], *, float32: bool | 
 
 
 def _room(config: Config) -> tuple[torch.device, bool]:
-    """The device, and whether two copies of the model in float32 fit beside one of the run's."""
+    """The device, and whether two float32 copies of the model fit next to the run's own."""
     family = load_model(config)
     device = next(family.transformer.parameters()).device
     fits = precision.fits(family, copies=2)
@@ -218,7 +218,7 @@ def _examine_built(
 def compared_with_pipeline(
     config: Config, family: ModelFamily, prompts: Sequence[Prompt]
 ) -> AdapterCheck | str:
-    """The comparison of a family with its pipeline, in float32 where memory allows, or the reason why there is none.
+    """Compare a family with its pipeline, in float32 if memory allows; returns the reason if it cannot.
 
     Args:
         config: the run's.
@@ -234,7 +234,7 @@ def compared_with_pipeline(
 
 
 def examines_before_start(config: Config) -> bool:
-    """Whether `trainer.doctor` asks for an exam: `auto` where the engine has processes or a model of its own.
+    """Whether `trainer.doctor` asks for an exam; `auto` does for engines with their own processes or model.
 
     Not where the ranks share the transformer's shards: an exam makes another number of forward passes on each.
     """

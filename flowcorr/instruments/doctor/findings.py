@@ -1,4 +1,4 @@
-"""Findings of the doctor's checks: healthy, a warning, serious, or a note where nothing can be told."""
+"""Findings of the doctor's checks: healthy, a warning, serious, or a note for a check without a verdict."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def failed(sentence: str, remedy: str, *, cause: str = "", **numbers: Any) -> Fi
 
 
 def warned(sentence: str, remedy: str, **numbers: Any) -> Finding:
-    """A loss of precision that was recognised, or a difference whose cause cannot be told."""
+    """A finding on a recognised loss of precision, or on a difference of unknown cause."""
     return Finding(level="warning", cause="", sentence=sentence, numbers=_known(numbers), remedy=remedy)
 
 
 def skipped(sentence: str, remedy: str = "", **numbers: Any) -> Finding:
-    """A check that was not made, or that cannot tell; the remedy says what it would need."""
+    """A finding on a check that was not made, or has no verdict; the remedy names the missing input."""
     return Finding(level="note", cause="", sentence=sentence, numbers=_known(numbers), remedy=remedy)
 
 
 def of_check(name: str, finding: Finding) -> Finding:
-    """The finding of the check `name`, whose cause is that name unless it named another."""
+    """A finding with the check's name as its cause, unless it names another cause."""
     if finding.cause in ("", name):
         return replace(finding, cause=name)
     return replace(finding, numbers={"check": name, **finding.numbers})

@@ -1,4 +1,4 @@
-"""Both stacks in float32, where no rounding hides a fault."""
+"""Runs both stacks in float32, so that no rounding hides a fault."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ComputesInFloat32(Protocol):
 
 
 def float32_config(config: Config) -> Config:
-    """The same run with both stacks in float32, quantized only if both are alike; equal to `config` where they are."""
+    """The run with both stacks in float32, quantized only if both are; equals `config` if that changes nothing."""
     model, rollout = config.model, config.rollout
     options = {key: value for key, value in rollout.engine.items() if key not in ROUNDING_OPTIONS}
     quantization = "none" if trainer_quantization(config) != "none" else model.quantization
@@ -80,7 +80,7 @@ def in_float32(conditioning: Mapping[str, torch.Tensor]) -> Conditioning:
 
 
 def fits(family: ModelFamily, *, copies: int) -> bool:
-    """Whether the device has room for `copies` of all models of a pipeline in float32, beside the present one."""
+    """Whether the device has room for `copies` more of all models of a pipeline, in float32."""
     models = [part for part in family.pipeline.components.values() if isinstance(part, nn.Module)]
     size = 4 * sum(sum(weight_sizes(model)) for model in models)
     device = next(family.transformer.parameters()).device

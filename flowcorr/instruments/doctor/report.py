@@ -107,32 +107,34 @@ def _verdict_of_captured(findings: Sequence[Finding]) -> str:
 
 
 def worst(by_step: Mapping[int, Mapping[str, Finding]]) -> list[Finding]:
-    """One finding a check, of those of several training steps: the worst, and the first of equal ones.
+    """The worst finding of each check over several training steps; of equal ones, the first.
 
-    A note, where a check could not judge, says nothing beside a step where it could. Where a step's replay differs and
-    no cause explains it, its inputs have no finding. Theirs of other steps are then no sign that they were right in
-    all.
+    A note, from a step that a check could not judge, gives way to a finding of any step that it could. If a step's
+    replay differs and no cause explains it, its inputs have no finding; healthy findings on the inputs of other steps
+    then become notes, so that they do not seem to speak for all steps.
 
     Args:
         by_step: by training step, the findings by check.
     """
-    found: dict[str, Finding] = {}
+    worst_by_check: dict[str, Finding] = {}
     judged: dict[str, set[int]] = defaultdict(set)
     for step, findings in by_step.items():
         for check, finding in findings.items():
             judged[check].add(step)
-            known = found.get(check)
+            known = worst_by_check.get(check)
             if known is None or (finding.level != "note" and _is_worse(finding.level, known.level)):
-                found[check] = replace(finding, numbers={"step": step, **finding.numbers})
+                worst_by_check[check] = replace(finding, numbers={"step": step, **finding.numbers})
     unclear = {
         step
         for step, findings in by_step.items()
         if any(finding.level == "warning" for finding in findings.values())
     }
     for check in _INPUTS:
-        if check in found and found[check].level == "healthy" and unclear - judged[check]:
-            found[check] = _of_some_steps(found[check], judged[check], unclear - judged[check])
-    return list(found.values())
+        if check in worst_by_check and worst_by_check[check].level == "healthy" and unclear - judged[check]:
+            worst_by_check[check] = _of_some_steps(
+                worst_by_check[check], judged[check], unclear - judged[check]
+            )
+    return list(worst_by_check.values())
 
 
 def _is_worse(level: Level, known: Level) -> bool:
@@ -150,7 +152,7 @@ def _of_some_steps(finding: Finding, judged: set[int], unclear: set[int]) -> Fin
 
 
 def _sorted(findings: Sequence[Finding]) -> list[Finding]:
-    """The worst first, each level in the order of the checks; those that only point to another one come last."""
+    """Sort findings: the worst first, each level in the order of the checks, and mere pointers to others last."""
 
     def order(finding: Finding) -> tuple[int, bool]:
         return LEVELS.index(finding.level), finding.level == "serious" and not finding.remedy

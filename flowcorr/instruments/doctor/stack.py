@@ -48,7 +48,7 @@ REFERENCES: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What steps depend on besides latents; one value of each, or one a sample.
+    """Inputs of steps other than latents; one value of each, or one a sample.
 
     Attributes:
         prompts: one a sample.
@@ -158,7 +158,7 @@ class Stack:
         return next(self.family.transformer.parameters()).device
 
     def tensor(self, name: str) -> Tensor | None:
-        """Captured latents in the family's layout, float32 on its device; None where there are none.
+        """Captured latents in the family's layout, float32 on its device; None if none were captured.
 
         Raises:
             ConfigError: they are not those of this model's images.
@@ -200,7 +200,7 @@ class Stack:
         if inputs.pooled_prompts:
             pooled = [(inputs.pooled_prompts[row], inputs.negative_prompts[row], row) for row in rows]
         known = {one: self._conditioning(*one, inputs) for one in dict.fromkeys((*asked, *pooled))}
-        found = []
+        velocities = []
         with self._adapter(inputs):
             for start in range(0, len(rows), _BATCH):
                 part = slice(start, start + _BATCH)
@@ -214,8 +214,10 @@ class Stack:
                     [index not in inputs.unguided for index in indices[part]], device=self.device
                 )
                 times = torch.tensor([inputs.timesteps[index] for index in indices[part]], device=self.device)
-                found.append(self._guided(latents[part], times, conditioning, guidance, inputs, has_guidance))
-        return torch.cat(found)
+                velocities.append(
+                    self._guided(latents[part], times, conditioning, guidance, inputs, has_guidance)
+                )
+        return torch.cat(velocities)
 
     def _guided(
         self,
@@ -226,7 +228,7 @@ class Stack:
         inputs: Inputs,
         has_guidance: Tensor,
     ) -> Tensor:
-        """`ModelFamily.velocity`, at any scale of guidance; without it where `has_guidance` `[b]` is false."""
+        """`ModelFamily.velocity` at any scale of guidance; `has_guidance` `[b]` turns it off for some samples."""
         family, given = self.family, (latents, timesteps, conditioning)
         if not any(name.startswith("negative_") for name in conditioning):
             return family.predict(family.transformer, *given, guidance)
@@ -244,7 +246,7 @@ class Stack:
         return Guidance(**changed)
 
     def _source(self, row: int, text: str) -> int:
-        """The sample whose reference images belong to a text: one that was captured with it, else `row` itself."""
+        """The sample with the reference images of a text: the one captured with that text, else `row` itself."""
         captured = self.samples.prompts
         return captured.index(text) if text != captured[row] and text in captured else row
 
@@ -272,7 +274,7 @@ class Stack:
             before, self.family.text_tokens = self.family.text_tokens, tokens
             try:
                 with self._prompt(text, source, inputs.references) as prompt:
-                    found = self.family.encode(
+                    encoded = self.family.encode(
                         [replace(prompt, negative_prompt=negative)],
                         self._guidance(2.0 if guided else inputs.guidance_scale),
                     )
@@ -284,7 +286,7 @@ class Stack:
                 else value[:, :tokens]
                 if cut and name.removeprefix("negative_").startswith("prompt_embeds")
                 else value
-                for name, value in found.items()
+                for name, value in encoded.items()
             }
         return self._encoded[key]
 
@@ -328,7 +330,7 @@ class Stack:
 
 
 def _num_frames(family: ModelFamily, samples: ReplaySamples) -> int:
-    """Frames of the videos that the latents are of; those of the images, where they are of no number of frames."""
+    """Number of frames that the latents decode to; the number in the images if no number fits the latents."""
     images, noise = samples.tensors()["images"], samples.tensors()["initial_noise"]
     own, (height, width) = int(images.shape[1]), images.shape[2:4]
     for count in (own, *range(1, _MAX_FRAMES)):
@@ -372,6 +374,6 @@ def load_adapter(family: ModelFamily, samples: ReplaySamples) -> None:
 
 
 def prompt_pool(steps: Mapping[int, ReplaySamples], step: int) -> list[str]:
-    """All different prompts that were captured, those of the training steps nearest to `step` first."""
+    """All different captured prompts, sorted by the distance of their training step from `step`."""
     nearest = sorted(steps, key=lambda number: abs(number - step))
     return list(dict.fromkeys(prompt for number in nearest for prompt in steps[number].prompts))

@@ -33,7 +33,7 @@ _LATEST_STEP = 100  # tried for windows that share a step with those of `TRAININ
 
 @runtime_checkable
 class _Planned(Protocol):
-    """An engine whose plan can be changed in this process."""
+    """An engine in this process, with a plan that can be changed."""
 
     plan: SamplingPlan
 
@@ -115,7 +115,7 @@ class Trial(Compared):
         )
 
     def samples_off(self) -> list[int]:
-        """The samples with a gap, where others have none: their `r^2` is `_OFF` of the largest one or more."""
+        """Places of the samples with a gap, as opposed to none: their `r^2` is at least `_OFF` of the largest."""
         gaps = self.squared_distance().sum(1)
         return (gaps >= _OFF * gaps.max()).nonzero().flatten().tolist()
 
@@ -160,7 +160,7 @@ class Trials:
 
 
 def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Conditioning) -> Trials:
-    """Sample and score under several weights, then restore those of actor and engine.
+    """Sample and score under several weights, then restore the weights of actor and engine.
 
     Args:
         actor: trains.
@@ -251,7 +251,7 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
 
 @contextlib.contextmanager
 def _without_guidance(engine: RolloutEngine) -> Iterator[bool]:
-    """The engine's plan with guidance off meanwhile; false where the engine has none in this process."""
+    """Context with guidance off in the engine's plan; yields false if the engine is in another process."""
     if not isinstance(engine, _Planned):
         yield False
         return
@@ -310,7 +310,7 @@ def _later_step(config: Config, num_prompts: int) -> int:
 
 
 def _without_adapter(weights: Weights) -> Weights:
-    """The weights with every adapter's B at 0; the same object where there is nothing to change."""
+    """The weights with every adapter's B at 0; the same object if nothing changes."""
     ups = [name for name in weights.tensors if _is_up(name)]
     if not any(bool(weights.tensors[name].any()) for name in ups):
         return weights

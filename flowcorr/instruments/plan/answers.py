@@ -1,4 +1,4 @@
-"""The numbers of a plan: memory and time by phase, and what would need less."""
+"""The numbers of a plan: memory and time by phase, and changes that need less memory."""
 
 from __future__ import annotations
 

@@ -179,10 +179,10 @@ def _read_folder(path: str, folder: Path) -> Architecture:
 
 def _read_mapping(file: Path, *keys: str) -> dict[str, Any]:
     """A JSON file that holds these keys; raises `OSError` or `ValueError`."""
-    found = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(found, dict) or not found.keys() >= set(keys):
+    values = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(values, dict) or not values.keys() >= set(keys):
         raise ValueError(f"{file} is not an object{''.join(f' with the key {key}' for key in keys)}")
-    return found
+    return values
 
 
 def _shipped(path: str) -> Architecture | None:

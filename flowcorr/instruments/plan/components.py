@@ -1,4 +1,4 @@
-"""Traces the models beside the transformer: text encoders, VAE and reward models."""
+"""Traces the models other than the transformer: text encoders, VAE and reward models."""
 
 from __future__ import annotations
 

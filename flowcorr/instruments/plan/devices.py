@@ -100,7 +100,7 @@ OPTIONAL = ("float32", "link")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """What a kind of engine reaches of a GPU's peaks in a whole pass, and what limits it where rows are few.
+    """Achieved fractions of a GPU's peak compute and bandwidth, and launch overhead, of a kind of engine.
 
     Attributes:
         share: of the peak of arithmetic.
@@ -146,7 +146,7 @@ LINK = 0.8
 
 
 def find_gpu(text: str) -> Gpu:
-    """The GPU of this name, or one given by numbers as in `CUSTOM`; those of `OPTIONAL` may be left out.
+    """The GPU of this name, or one described by numbers as in `CUSTOM`; `OPTIONAL` names may be left out.
 
     Raises:
         ConfigError: `text` is neither a known name nor numbers.

@@ -1,4 +1,4 @@
-"""Makes a plan of a configuration: peak memory and time of each phase, and what to change if it does not fit."""
+"""Makes a plan of a configuration: peak memory and time of each phase, and changes that make it fit."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class _Rank:
         )
 
     def _evaluation_peak(self) -> float:
-        """Bytes of an evaluation, which the trainer samples by itself, beside those that it holds at all times."""
+        """Bytes of an evaluation in the trainer's process, on top of its permanent memory."""
         config, training, traces = self.config, self.training, self.traces
         rows = min(config.rollout.evaluation_batch_size, math.ceil(traces.num_heldout / self.ranks))
         sampling = training.gathered_forward + traces.evaluation.peak * rows / self._rows_traced
@@ -183,7 +183,7 @@ class _Rank:
 
     @property
     def _averaged(self) -> float:
-        """Bytes of the average of the trained weights, which is in float32 whatever their dtype."""
+        """Bytes of the average of the trained weights, which is float32 for weights of any dtype."""
         model = self.config.model
         dtype = model.lora.dtype if model.lora.rank else model.dtype
         return self.training.gradients * 4 / DTYPES[dtype].itemsize
@@ -271,7 +271,7 @@ class _Rank:
         recomputing = phase(
             "recompute", training.recompute.times(micro_batches), training.sent_forward * micro_batches
         )
-        found = [
+        before_update = [
             Phase(name="sample", where=place, flops=denoised.flops, seconds=sampling),
             Phase(name="decode", where=place, flops=decoded.flops, seconds=decoding),
             *(
@@ -289,10 +289,10 @@ class _Rank:
             beside += sampling + decoding
         elif config.reward.placement == "ray":  # workers score the next step's images beside training
             beside += updating.seconds or 0.0
-        found += self._host_rewards(beside)
+        before_update += self._host_rewards(beside)
         synced = self._synced() / HOST_BANDWIDTH
         return [
-            *found,
+            *before_update,
             *([] if self.bypass else [recomputing]),
             updating,
             Phase(name="sync", where="trainer", seconds=synced),
@@ -318,7 +318,7 @@ class _Rank:
 
     @property
     def _sampled_share(self) -> float:
-        """Images that one engine samples, over those of one rank. Ray's workers serve all ranks by whole groups."""
+        """Images of one engine, relative to one rank's. Ray's workers serve all ranks by whole groups."""
         rollout = self.config.rollout
         if rollout.placement != "ray":
             return 1.0
@@ -335,38 +335,40 @@ class _Rank:
         return sent + (4 * self._engine_weights if self.sleeps else 0.0)
 
     def _host_rewards(self, beside: float) -> list[Phase]:
-        """The rewards beside the trainer's GPU; `beside` are the seconds of other work that they may overlap with."""
+        """Phases of rewards outside the trainer's GPU; `beside` is seconds of other work that they may overlap."""
         reward = self.config.reward
         overlaps = all(states(term, "overlaps") for term in reward.step_terms)
         follows = reward.placement == "ray" == self.config.rollout.placement
         if not (follows or reward.placement == "thread" or (reward.placement == "auto" and overlaps)):
             beside = 0.0
         share = self.ranks / reward.num_workers if reward.placement == "ray" else 1
-        found = []
+        phases = []
         for term in reward.step_terms:
             if computes_on_gpu(term) and reward.placement != "ray":
                 continue
             known = term.name == "ocr" and bool(term.options.get("detect"))
             seconds = max(0.0, self.images * OCR_SECONDS * share - beside) if known else None
-            found.append(Phase(name=f"reward {term.name}", where="host", seconds=seconds))
-        return found
+            phases.append(Phase(name=f"reward {term.name}", where="host", seconds=seconds))
+        return phases
 
     # What to change ----------------------------------------------------------------------------------------
 
     def changes(self) -> dict[str, _Rank]:
         """Overrides that save the trainer much memory."""
-        config, found = self.config, {}
+        config, changed_configs = self.config, {}
         if not config.model.lora.rank and config.actor.optimizer == "adamw":
-            found[IN_8_BITS] = replace(config, actor=replace(config.actor, optimizer="adamw_8bit"))
+            changed_configs[IN_8_BITS] = replace(config, actor=replace(config.actor, optimizer="adamw_8bit"))
         if config.trainer.eval_on == "both":
-            found[ON_TRAINED] = replace(config, trainer=replace(config.trainer, eval_on="trained"))
+            changed_configs[ON_TRAINED] = replace(config, trainer=replace(config.trainer, eval_on="trained"))
         if not config.model.offload_text_encoders:
-            found[OFFLOAD] = replace(config, model=replace(config.model, offload_text_encoders=True))
-        return {keys: _Rank(self.traces, changed, self.ranks) for keys, changed in found.items()}
+            changed_configs[OFFLOAD] = replace(
+                config, model=replace(config.model, offload_text_encoders=True)
+            )
+        return {keys: _Rank(self.traces, changed, self.ranks) for keys, changed in changed_configs.items()}
 
     def engine_changes(self, *ways: str) -> dict[str, _Rank]:
-        """Those of `ways` that an engine in its own processes has."""
-        config, found = self.config, {}
+        """Select the `ways` to save memory that an engine in its own processes offers."""
+        config, by_keys = self.config, {}
         for keys in ways:
             more: dict[str, Any] = {}
             if SLEEP in keys:
@@ -377,8 +379,8 @@ class _Rank:
                 more["quantization"] = "fp8"
             engine = {**self.options, **more}
             changed = replace(config, rollout=replace(config.rollout, engine=engine))
-            found[keys] = _Rank(self.traces, changed, self.ranks)
-        return found
+            by_keys[keys] = _Rank(self.traces, changed, self.ranks)
+        return by_keys
 
     @property
     def _may_take_fp8(self) -> bool:

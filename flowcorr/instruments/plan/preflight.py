@@ -1,4 +1,4 @@
-"""Checks of a recipe that need no model and no GPU: what would otherwise end a run after minutes of loading."""
+"""Checks of a recipe without model and GPU, for errors that would end a run after minutes of loading."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PATCH = 2  # latents a side of a patch, for all families but sd3, whose transfo
 
 
 def check_settings(config: Config) -> None:
-    """Check what does not depend on the machine: names of trackers, metrics, devices, rewards, families; image sizes.
+    """Check names of trackers, metrics, devices, rewards and families, and image sizes, on any machine.
 
     Image sizes are only checked if the pipeline's configuration files are on this machine or ship with flowcorr. A
     family of the user's own is not imported, and checks its sizes when it is loaded.

@@ -1,4 +1,4 @@
-"""The report on a plan: whether the run fits, peaks and times by phase, and what to change."""
+"""The report on a plan: whether the run fits, peaks and times by phase, and changes that make it fit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def report_of(made: Plan) -> Report:
 
 
 def exit_code(report: Report) -> int:
-    """0 where the run fits, 1 where it may not, 2 where it does not; the engine may have a GPU of its own for that."""
+    """0 if the run fits, 1 if it may not, 2 if it does not, each with a GPU for the engine if it needs one."""
     own = [finding for finding in report.findings if finding.cause != SHARED]
     return page.exit_code(replace(report, findings=own))
 
@@ -62,7 +62,7 @@ def _facts(made: Plan) -> Iterator[Fact]:
 
 
 def _phases(made: Plan) -> Table:
-    """Peak bytes and seconds by phase, those before the first step included."""
+    """Peak bytes and seconds by phase, including phases before the first step."""
     memory = made.memory
     engine = {"sample": memory.engine, "decode": memory.engine} if memory.engine else {}
     peaks = {**memory.phases, **engine, "reward model": memory.phases["reward"]}
@@ -86,7 +86,7 @@ def _phases(made: Plan) -> Table:
 
 
 def _trainer(made: Plan) -> Finding:
-    """Whether the trainer fits, the phase of its peak, and what to change."""
+    """The finding on the trainer's memory: whether it fits, the phase of its peak, and a change that makes it fit."""
     phases = made.memory.phases
     highest = max(phases, key=lambda name: phases[name])
     peak, card = phases[highest], gigabytes(made.gpu.memory)
@@ -165,7 +165,7 @@ def _engine(made: Plan) -> Iterator[Finding]:
 
 
 def _first_that_fits(made: Plan, changes: Mapping[str, float]) -> tuple[str, str]:
-    """The first of some changes whose peak fits, in words and as keys; empty if there is none."""
+    """The first change with a peak that fits, in words and as keys; empty if there is none."""
     for overrides, peak in changes.items():
         if made.fits(peak):
             return f"keep less on the GPU: {gigabytes(peak)} then, which fits", keys_of(overrides)

@@ -32,7 +32,7 @@ from flowcorr.rollout.base import samples_codes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traces:
-    """The work of the parts of a run, whatever computes them.
+    """The work of the parts of a run, on any GPU.
 
     Attributes:
         training: the transformer's training, of a whole copy of the weights.
@@ -147,7 +147,7 @@ def engine_layers(config: Config) -> Layers:
 
 
 def wraps_adapters(config: Config) -> bool:
-    """Whether the engine computes the adapter beside the weights, instead of merging it into them."""
+    """Whether the engine computes the adapter separately, instead of merging it into the weights."""
     return bool(config.model.lora.rank) and config.rollout.engine.get("weight_sync") != "merged"
 
 

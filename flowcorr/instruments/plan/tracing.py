@@ -1,7 +1,7 @@
-"""Counts the memory and arithmetic of real code on torch's `meta` device, where tensors have a layout and no values.
+"""Counts the memory and arithmetic of real code on torch's `meta` device: tensors with a layout and without values.
 
 A model of any size fits a laptop there. Attention stores no scores, as on a GPU, and memory that a GPU's kernels take
-beside their results is added. Blocks that are alike are built three times, and counted as often as the real model has
+for themselves is added. Blocks that are alike are built three times, and counted as often as the real model has
 them.
 """
 
@@ -280,13 +280,13 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _everywhere(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Indices in which a mask selects all places."""
-    found: list[Tensor | None] = []
+    coordinates: list[Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype == torch.bool:
-            found += [index.new_empty(index.numel(), dtype=torch.long)] * index.dim()
+            coordinates += [index.new_empty(index.numel(), dtype=torch.long)] * index.dim()
         else:
-            found.append(index)
-    return found
+            coordinates.append(index)
+    return coordinates
 
 
 def _fused(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -318,7 +318,7 @@ def _fused(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _workspace(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-    """Bytes that a GPU's kernel takes beside its inputs and outputs.
+    """Bytes of a GPU kernel's workspace, without its inputs and outputs.
 
     A convolution turns the channels of its input to the end. Attention under a mask whose rows are not contiguous, as
     T5's biases are in transformers 5.17, has no fused kernel: it computes in float32 and stores the scores twice. So
@@ -335,7 +335,7 @@ def _workspace(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> f
 
 
 def _signature(values: Iterable[Any]) -> tuple[Any, ...]:
-    """What an operation's arguments tell of its results: layouts of tensors, and other values with their types."""
+    """Key of an operation's results: layouts of its tensor arguments, and other arguments with their types."""
     return tuple([
         (value.shape, value.stride(), value.dtype, value.is_meta)
         if isinstance(value, Tensor)
@@ -361,14 +361,14 @@ def _make(layouts: Any) -> Any:
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors among values, also those in nested sequences."""
-    found = []
+    """The tensors among values, including nested sequences."""
+    tensors = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return found
+            tensors += _tensors(value)
+    return tensors
 
 
 def _with_gradient(values: Iterable[Any]) -> list[Tensor]:

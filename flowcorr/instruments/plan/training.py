@@ -1,4 +1,4 @@
-"""Traces flowcorr's actor: its forward passes, its update, and the bytes of what it trains."""
+"""Traces flowcorr's actor: its forward passes, its update, and the bytes of the trained weights."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Training:
 
 
 def trace_training(config: Config, architecture: Architecture, layers: Layers = "own") -> Training:
-    """Trace one update of one micro-batch; `layers` are those of the engine, if its dtype is the trainer's."""
+    """Trace one update of one micro-batch; `layers` names the engine's layers, if its dtype is the trainer's."""
     config = one_optimizer_step(config)
     actor, batch = build_actor(config, architecture)
     transformer = actor.weights.transformer
@@ -251,7 +251,7 @@ def actor_batch(config: Config, architecture: Architecture, family: ModelFamily,
 
 
 def one_optimizer_step(config: Config) -> Config:
-    """The config with an update of one optimizer step and explicit passes; those of `auto` without a bound."""
+    """The config with an update of one optimizer step and explicit passes; `auto` becomes passes without a bound."""
     passes = passes_of(config)
     return replace(
         config,
@@ -302,7 +302,7 @@ def _largest_part(architecture: Architecture, transformer: Any) -> float:
 
 
 def _batch_bytes(batch: ActorBatch) -> int:
-    """Bytes of a batch's tensors, including those of its rollout, without the conditioning."""
+    """Bytes of a batch's tensors, including its rollout, without the conditioning."""
     records = (batch, batch.rollout, batch.rollout.window)
     values: Sequence[Any] = [getattr(record, entry.name) for record in records for entry in fields(record)]
     return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))

@@ -124,22 +124,23 @@ def _own(path: str) -> Iterator[str]:
         and name in (value.name, value.name.rpartition("/")[2], value.label, value.rule and value.rule.name)
     ]
     path = path if name in members else f"{module}:{printed[0]}" if printed else path
-    found = import_target("flowcorr explain", path, "it")
-    if isinstance(found, Metric):
+    target = import_target("flowcorr explain", path, "it")
+    if isinstance(target, Metric):
         row = own_row("flowcorr explain", path)
         yield from _metric(row.name, row)
         yield f"  finding: {row.rule.name}" if row.rule is not None else "  no rule judges it"
         return
     kind = next(
-        (name for name in INTERFACES if not isinstance(found, type) and type(found) is resolve_name(name)), ""
+        (name for name in INTERFACES if not isinstance(target, type) and type(target) is resolve_name(name)),
+        "",
     )
     if kind:
         yield f"{path} (a {kind} of your own)"
         for field, meaning, _ in rows_of(kind):
-            value = getattr(found, field)
+            value = getattr(target, field)
             yield f"  {field}: {_shown(value)} ({meaning})"
         return
-    first_line, _, _ = (inspect.getdoc(found) or "it has no docstring").partition("\n")
+    first_line, _, _ = (inspect.getdoc(target) or "it has no docstring").partition("\n")
     yield f"{path} (code of your own)"
     yield f"  {first_line}"
 
@@ -235,7 +236,7 @@ def _preset(name: str) -> Iterator[str]:
 
 
 def _watched(name: str) -> Iterator[str]:
-    """When to worry about a metric of a preset or mode, and what to do."""
+    """The healthy range and the advice of a metric of a preset or mode, two lines."""
     metric = find_metric(name)
     assert metric is not None, "a metric of the tables"
     assert metric.rule is not None, "a metric with a rule"

@@ -1,4 +1,4 @@
-"""What a loop or an extension of the user's own fills in, read from docstrings and signatures."""
+"""Classes and functions that a user's loop or extension fills in, read from docstrings and signatures."""
 
 from __future__ import annotations
 

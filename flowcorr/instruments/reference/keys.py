@@ -33,7 +33,7 @@ class Key:
 
 
 def keys(section: type = Config, prefix: str = "") -> Iterator[Key]:
-    """All keys below a section, in the order of the schema; those of a list's items once, at the first such list."""
+    """All keys below a section, in the order of the schema; keys of list items once, at the first such list."""
     meanings, hints = meanings_of(section), typing.get_type_hints(section)
     listed: set[type] = set()
     for field in dataclasses.fields(section):
@@ -60,9 +60,9 @@ def keys(section: type = Config, prefix: str = "") -> Iterator[Key]:
 def find_key(name: str) -> Key | None:
     """The key of that dotted name, or the only key that ends in it."""
     every = list(keys())
-    found = [key for key in every if key.name == name]
-    found = found or [key for key in every if key.name.endswith(f".{name}")]
-    return found[0] if len(found) == 1 else None
+    matches = [key for key in every if key.name == name]
+    matches = matches or [key for key in every if key.name.endswith(f".{name}")]
+    return matches[0] if len(matches) == 1 else None
 
 
 def meanings_of(described: Any, heading: str = "Attributes") -> dict[str, str]:
@@ -70,12 +70,12 @@ def meanings_of(described: Any, heading: str = "Attributes") -> dict[str, str]:
     text = inspect.getdoc(described) or ""
     _, _, attributes = text.partition(f"{heading}:\n")
     attributes = attributes.split("\n\n")[0]
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     for names, meaning in re.findall(
         r"^    ([\w, ]+): (.*(?:\n        .*)*)", attributes, flags=re.MULTILINE
     ):
-        found |= {name.strip(): " ".join(meaning.split()) for name in names.split(",")}
-    return found
+        meanings |= {name.strip(): " ".join(meaning.split()) for name in names.split(",")}
+    return meanings
 
 
 def _nested(hint: Any) -> type | None:
@@ -121,8 +121,8 @@ def _item(value: Any) -> str:
     if not is_dataclass(value):
         return str(value)
     shown = [
-        f"{field.name}: {found}"
+        f"{field.name}: {own}"
         for field in dataclasses.fields(value)
-        if (found := getattr(value, field.name)) not in (field.default, {})
+        if (own := getattr(value, field.name)) not in (field.default, {})
     ]
     return "{" + ", ".join(shown) + "}"

@@ -9,7 +9,7 @@ from flowcorr.instruments.terminal import printing_on, show_table
 
 
 def show_presets(console: Console | None = None) -> None:
-    """Print the name, the aliases and the keys of each preset, and what it does."""
+    """Print the name, the aliases, the keys and the effect of each preset."""
     rows = []
     for name, preset in PRESETS.items():
         config = RolloutCorrectionConfig.from_preset(name)

@@ -30,7 +30,7 @@ def everything() -> str:
 
 
 def healthy(metric: Metric) -> str:
-    """The healthy range of a metric, or nothing where no rule judges it by a number alone."""
+    """The healthy range of a metric; empty if no rule judges it by a number alone."""
     if metric.rule is None:
         return ""
     low, high = metric.rule.limits(Units())

@@ -19,7 +19,7 @@ _THRESHOLD = re.compile(r"rollout_corr/step_([0-9]{1,3})/rollout_rs_(\w{1,40})_t
 
 
 def band_charts(groups: Sequence[Group]) -> list[Chart]:
-    """A chart for each group and rejection mode whose bands were measured."""
+    """A chart of measured bands for each group and rejection mode."""
     charts = []
     for index, group in enumerate(groups):
         names = {
@@ -29,9 +29,9 @@ def band_charts(groups: Sequence[Group]) -> list[Chart]:
             for name, value in record.items()
             if value is not None
         }
-        found = [match for name in names if (match := _THRESHOLD.fullmatch(name))]
-        for mode in sorted({match[2] for match in found}):
-            measured = sorted(int(match[1]) for match in found if match[2] == mode)
+        matches = [match for name in names if (match := _THRESHOLD.fullmatch(name))]
+        for mode in sorted({match[2] for match in matches}):
+            measured = sorted(int(match[1]) for match in matches if match[2] == mode)
             steps = spread_out(measured, MAX_BANDS)
             curves = [
                 Curve(mark=f"step {step}", colour=colour, band=_band(group, step, mode))

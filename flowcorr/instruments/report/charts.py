@@ -1,4 +1,4 @@
-"""The charts of some runs, in sections: what the page shows, and what lies beside it as PNG."""
+"""The charts of some runs, in sections, for the page and as PNG files."""
 
 from __future__ import annotations
 
@@ -113,19 +113,19 @@ def marks(groups: Sequence[Group]) -> list[str]:
 
 
 def _rows_of(groups: Sequence[Group], section: str) -> list[tuple[str, str, str]]:
-    """Name, title and remark of a section's metrics; those of the whole update beside the ones that it may judge."""
+    """Name, title and remark of a section's metrics, then of the copies for the whole update."""
     every = {metric.name: metric for group in groups for metric in group.rows}
-    found = [
+    charted = [
         (metric, (metric.chart.title, metric.unit if metric.chart.remark is None else metric.chart.remark))
         for metric in every.values()
         if metric.chart is not None and metric.chart.section == section
     ]
     in_update = [
         (f"actor/{metric.name}", f"{title} in the update", "current against rollout policy")
-        for metric, (title, _) in found
+        for metric, (title, _) in charted
         if metric.rule is not None and metric.rule.applied
     ]
-    return [*((metric.name, *words) for metric, words in found), *in_update]
+    return [*((metric.name, *words) for metric, words in charted), *in_update]
 
 
 def _learning_metrics(groups: Sequence[Group], *, of_images: bool) -> tuple[tuple[str, str, str], ...]:
@@ -204,17 +204,17 @@ def _curves(
 
 def _named(charts: Iterable[Chart]) -> dict[str, Chart]:
     """The charts by name; `reward/a/b` and `reward/a_b` would share one."""
-    found: dict[str, Chart] = {}
+    by_name: dict[str, Chart] = {}
     for chart in charts:
         name = chart.name
-        while name in found:
+        while name in by_name:
             name += "_"
-        found[name] = replace(chart, name=name)
-    return found
+        by_name[name] = replace(chart, name=name)
+    return by_name
 
 
 def _curve(groups: Sequence[Group], metric: str, title: str, unit: str, *, zoom: bool) -> Chart | None:
-    """The curve of a metric; with `zoom` as large as its values allow, where these are small beside its limits."""
+    """The curve of a metric; `zoom` fits the axis to the values if they are small compared with the limits."""
     bands = {index: band for index, group in enumerate(groups) if (band := group.band(metric))}
     if not bands:
         return None
@@ -338,16 +338,16 @@ def _mismatch_chart(group: Group, spread: Spread, index: int, colour: str) -> Ch
     if spread.num_bypass < spread.num_steps:
         also = f", of steps in bypass mode {what}" if spread.num_bypass else ""
         what = f"old less rollout log-prob{also}"
-    found = "0 everywhere: both stacks score alike, to the last bit"
+    summary = "0 everywhere: both stacks score alike, to the last bit"
     if everything.any():
-        found = "mean ± std of step " + ", ".join(
+        summary = "mean ± std of step " + ", ".join(
             f"{step}: {spread.mismatch[step].mean():.1e} ± {spread.mismatch[step].std(correction=0):.1e}"
             for step in shown
         )
     texts = [
         f"{what}, nats per latent element, by step of the schedule",
         rows_text(shown, spread.mismatch),
-        found,
+        summary,
         _beyond(everything, view),
     ]
     return Chart(

@@ -19,7 +19,7 @@ _STEP_DRIFT = re.compile(r"rollout_corr/step_([0-9]{1,3})/logprob_abs_diff")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HeatMap:
-    """Mean drift by step index and training step; `notes` say what was left out or averaged."""
+    """Mean drift by step index and training step; `notes` name steps that were left out or averaged."""
 
     rows: Sequence[str]
     columns: Sequence[float]
@@ -29,17 +29,17 @@ class _HeatMap:
 
 def heat_maps(groups: Sequence[Group]) -> list[Chart]:
     """A map for each group, all on the scale of the largest drift."""
-    maps = {index: found for index, group in enumerate(groups) if (found := _heat_map(group))}
-    largest = max((value for found in maps.values() for value in found.cells.values()), default=0.0)
+    maps = {index: heat_map for index, group in enumerate(groups) if (heat_map := _heat_map(group))}
+    largest = max((value for heat_map in maps.values() for value in heat_map.cells.values()), default=0.0)
     charts = []
-    for index, found in maps.items():
+    for index, heat_map in maps.items():
         unit = "nats per latent element, on a logarithmic scale"
-        if not max(found.cells.values()) > 0:
+        if not max(heat_map.cells.values()) > 0:
             unit = "0 everywhere: both stacks score alike, to the last bit"
         data = {
-            "rows": found.rows,
-            "columns": found.columns,
-            "cells": found.cells,
+            "rows": heat_map.rows,
+            "columns": heat_map.columns,
+            "cells": heat_map.cells,
             "scale": (ROUNDING, largest),
         }
         charts.append(
@@ -48,8 +48,8 @@ def heat_maps(groups: Sequence[Group]) -> list[Chart]:
                 title=f"Drift by timestep, {groups[index].label}",
                 draw=draw_heat_map,
                 data=data,
-                caption="; ".join(filter(None, ["across: training step", unit, found.notes])),
-                height=max(HEIGHT / 2, 60 + 24 * len(found.rows)),
+                caption="; ".join(filter(None, ["across: training step", unit, heat_map.notes])),
+                height=max(HEIGHT / 2, 60 + 24 * len(heat_map.rows)),
             )
         )
     return charts
@@ -57,9 +57,9 @@ def heat_maps(groups: Sequence[Group]) -> list[Chart]:
 
 def _heat_map(group: Group) -> _HeatMap | None:
     names = {name for run in group.runs for record in run.records for name in record}
-    found = {int(match[1]): name for name in names if (match := _STEP_DRIFT.fullmatch(name))}
-    shown = spread_out(sorted(found))
-    means = {f"step {index}": dict(group.means(found[index])) for index in shown}
+    drift_names = {int(match[1]): name for name in names if (match := _STEP_DRIFT.fullmatch(name))}
+    shown = spread_out(sorted(drift_names))
+    means = {f"step {index}": dict(group.means(drift_names[index])) for index in shown}
     steps = sorted({step for values in means.values() for step in values})
     if not steps:
         return None
@@ -71,5 +71,5 @@ def _heat_map(group: Group) -> _HeatMap | None:
         for part in parts
         if (here := [values[step] for step in part if step in values])
     }
-    notes = "; ".join(filter(None, [stride_text(stride), rows_text(shown, found)]))
+    notes = "; ".join(filter(None, [stride_text(stride), rows_text(shown, drift_names)]))
     return _HeatMap(rows=list(means), columns=[part[-1] for part in parts], cells=cells, notes=notes)

@@ -1,4 +1,4 @@
-"""Did a run learn? Its held-out score at the end beside the one at the start, with the error of both."""
+"""Judges whether a run learned, by its held-out scores at start and end and their errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHANGES = tuple(_LEVELS)
 
 
 def learning_of(run: Run) -> tuple[Change, Finding]:
-    """Judge the held-out reward of a run; without two evaluations, say what is missing."""
+    """Judge the held-out reward of a run; without two evaluations, the finding names the missing one."""
     change, sentence, numbers = _judged(run)
     finding = Finding(
         level=_LEVELS[change],
@@ -48,8 +48,8 @@ def _judged(run: Run) -> tuple[Change, str, dict[str, Any]]:
     first, last = scores[0], scores[-1]
     before, after = float(first[_SCORE]), float(last[_SCORE])
     numbers = {"from": before, "to": after, "at steps": [first["step"], last["step"]]}
-    found = [_standard_error(record) for record in (first, last)]
-    errors = [error for error in found if error is not None]
+    all_errors = [_standard_error(record) for record in (first, last)]
+    errors = [error for error in all_errors if error is not None]
     if len(errors) < 2:
         return "unknown", "the spread or the number of the held-out scores was not logged", numbers
     error = math.hypot(*errors)
@@ -64,7 +64,7 @@ def _judged(run: Run) -> tuple[Change, str, dict[str, Any]]:
 
 
 def _standard_error(record: Mapping[str, Any]) -> float | None:
-    """The standard error of an evaluation's mean score; None where its spread or its images were not logged."""
+    """The standard error of an evaluation's mean score; None if its spread or number of images was not logged."""
     if record.get(_SPREAD) is None or (record.get(_SCORED) or 0) <= 0:
         return None
     return float(record[_SPREAD]) / math.sqrt(record[_SCORED])

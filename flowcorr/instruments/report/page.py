@@ -37,16 +37,16 @@ def report(folders: Sequence[Path], *, allow_imports: Collection[str] = ()) -> R
     groups = group_by_seed([read_run(folder, allow_imports=allow_imports) for folder in different.values()])
     runs = [run for group in groups for run in group.runs]
     learned = [learning_of(run) for run in runs]
-    found = [
+    of_runs = [
         (run.name, finding) for group in groups for run in group.runs for finding in _findings(run, group)
     ]
-    findings = [finding for _, finding in (*learned, *found)]
+    findings = [finding for _, finding in (*learned, *of_runs)]
     workers = [
         worker_table(run.name, run.records, places_of(run.folder), place) for place, run in enumerate(runs)
     ]
     return Report(
         title=" · ".join(group.label for group in groups),
-        verdict=_verdict([change for change, _ in learned], found),
+        verdict=_verdict([change for change, _ in learned], of_runs),
         facts=_facts(groups),
         tables=[
             _summary(groups),
@@ -80,12 +80,12 @@ def _facts(groups: Sequence[Group]) -> list[Fact]:
     ]
 
 
-def _verdict(changes: Sequence[Change], found: Sequence[tuple[str, Finding]]) -> str:
+def _verdict(changes: Sequence[Change], findings: Sequence[tuple[str, Finding]]) -> str:
     """Whether the runs learned, how many rules they broke, and the worst finding.
 
     Args:
         changes: of the held-out reward, by run.
-        found: names of runs, and their other findings.
+        findings: names of runs, and their other findings.
     """
     if len(changes) == 1:
         told = {"unknown": "whether it learned cannot be told"}.get(
@@ -96,12 +96,12 @@ def _verdict(changes: Sequence[Change], found: Sequence[tuple[str, Finding]]) ->
         told = "held-out reward: " + ", ".join(
             f"{change} in {_plural(count, 'run')}" for count, change in counted
         )
-    levels = [finding.level for _, finding in found]
+    levels = [finding.level for _, finding in findings]
     broken = [(level, levels.count(level)) for level in LEVELS[:2]]
     counts = ", ".join(f"{count} of level {level}" for level, count in broken if count)
     if not counts:
         return f"{told}; no rule was broken"
-    name, first = min(found, key=lambda of_run: LEVELS.index(of_run[1].level))
+    name, first = min(findings, key=lambda of_run: LEVELS.index(of_run[1].level))
     return f"{told}; findings: {counts}; first of all, {name}: {first.sentence}"
 
 
@@ -111,20 +111,20 @@ def _verdict(changes: Sequence[Change], found: Sequence[tuple[str, Finding]]) ->
 def _findings(run: Run, group: Group) -> Iterator[Finding]:
     rules, places = rules_of(group.rows), places_of(run.folder)
     broken = examine_run(run.records, group.units, rules, places=places, by_step=run.units)
-    found = [*run.faults, *(finding for finding in broken if matters(finding, run.faults))]
+    findings = [*run.faults, *(finding for finding in broken if matters(finding, run.faults))]
     if run.ending:
-        found.insert(0, _ending(run))
+        findings.insert(0, _ending(run))
     elif not any(map(is_step, run.records)):
         text = "no training step was logged, so there is nothing to judge"
-        found.append(Finding(level="note", cause="steps", sentence=text))
-    elif not found:
+        findings.append(Finding(level="note", cause="steps", sentence=text))
+    elif not findings:
         text = "no rule was broken"
         if run.setting.correction.mode == "off":
             text += "; without rollout_correction, the gap was not measured"
         mode = {"correction": run.setting.correction.mode}
-        found.append(Finding(level="healthy", cause="rules", sentence=text, numbers=mode))
-    found += on_files(run.notes)
-    for finding in found:
+        findings.append(Finding(level="healthy", cause="rules", sentence=text, numbers=mode))
+    findings += on_files(run.notes)
+    for finding in findings:
         yield replace(finding, numbers={"run": run.name, **finding.numbers})
 
 
@@ -200,12 +200,12 @@ def _differences(groups: Sequence[Group]) -> Table:
 def _images(groups: Sequence[Group]) -> Iterator[Charts]:
     seeds = max(len(group.runs) for group in groups) > 1
     for group in groups:
-        found = pictures(group.runs[0])
-        if found:
+        shown = pictures(group.runs[0])
+        if shown:
             yield Charts(
                 title=f"Pictures, {group.runs[0].name}",
                 text="Of runs that differ by seed only, the images of the first one." if seeds else "",
-                pictures={picture.title: picture for picture in found},
+                pictures={picture.title: picture for picture in shown},
                 wide=True,
             )
 

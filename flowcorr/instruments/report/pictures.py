@@ -62,12 +62,12 @@ class Picture:
 
 
 def pictures(run: Run) -> list[Picture]:
-    """The held-out images before and after, those of some training steps, and the last films of videos.
+    """Held-out images before and after, images of some training steps, and the last films of videos.
 
     Warns:
         UserWarning: a file is no image, or lies outside the run's folder; it is left out.
     """
-    found = []
+    shown = []
     try:
         chosen = list(_chosen(run))
     except OSError as error:
@@ -77,10 +77,10 @@ def pictures(run: Run) -> list[Picture]:
         return []
     for caption, path, full in chosen:
         try:
-            found.append(Picture(title=caption, source=_source(path, run.folder), full=full))
+            shown.append(Picture(title=caption, source=_source(path, run.folder), full=full))
         except _ODD as error:
             warnings.warn(f"{path} is not shown: {error}", UserWarning, stacklevel=2)
-    return found
+    return shown
 
 
 def _chosen(run: Run) -> Iterator[tuple[str, Path, bool]]:
@@ -117,12 +117,12 @@ def _age(path: Path) -> tuple[bool, str]:
 def _drifts(run: Run) -> dict[int, ImageDrift]:
     """For each training step, the statistic of its images that is furthest from the start."""
     steps = [record for record in run.records if is_step(record)]
-    found = {int(record["step"]): largest_drift(record, steps[0]) for record in steps}
-    return {step: drift for step, drift in found.items() if drift is not None}
+    drifts = {int(record["step"]): largest_drift(record, steps[0]) for record in steps}
+    return {step: drift for step, drift in drifts.items() if drift is not None}
 
 
 def _source(path: Path, folder: Path) -> str:
-    """The image as the `src` of an `<img>`; raises one of `_ODD` where it is none of the folder."""
+    """The image as the `src` of an `<img>`; raises one of `_ODD` if it is no image inside the folder."""
     if not path.resolve(strict=True).is_relative_to(folder.resolve()):
         raise ValueError("it is a link that leads out of the run's folder")
     if not path.is_file() or path.stat().st_size > _MAX_FILE_BYTES:
@@ -149,7 +149,7 @@ def _source(path: Path, folder: Path) -> str:
 
 
 def _film(path: Path) -> str:
-    """A film as the `src` of its element; raises one of `_ODD` where it is none, or too large for a page."""
+    """A film as the `src` of its element; raises one of `_ODD` if it is no film, or too large for a page."""
     if path.stat().st_size > MAX_FILM_BYTES:
         raise ValueError(f"a page holds films of at most {MAX_FILM_BYTES} bytes; open the file itself")
     data = path.read_bytes()

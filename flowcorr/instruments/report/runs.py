@@ -87,7 +87,7 @@ class Run:
         return int(max(record["step"] for record in self.records))
 
     def series(self, metric: str) -> Points:
-        """Steps and values of a metric, where it was logged and finite."""
+        """Steps and values of a metric, at steps that logged a finite value."""
         known = [record for record in self.records if record.get(metric) is not None]
         # As floats: matplotlib refuses whole numbers above 2^63.
         return [(record["step"], float(record[metric])) for record in known]
@@ -95,7 +95,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
-    """Runs whose configurations differ by seed only."""
+    """Runs with configurations that differ by seed only."""
 
     label: str
     runs: Sequence[Run]
@@ -131,7 +131,9 @@ class Group:
         for run in self.runs:
             for step, value in run.series(metric):
                 values.setdefault(step, []).append(value)
-        return [(step, fmean(found), min(found), max(found)) for step, found in sorted(values.items())]
+        return [
+            (step, fmean(at_step), min(at_step), max(at_step)) for step, at_step in sorted(values.items())
+        ]
 
     def means(self, metric: str) -> Points:
         """Step and mean over the runs."""
@@ -153,7 +155,7 @@ def read_run(folder: Path, *, allow_imports: Collection[str] = ()) -> Run:
     """
     if not is_run(folder):
         return _read_dump(folder, allow_imports)
-    found = read_config(folder, allow_imports=allow_imports)
+    stored_config = read_config(folder, allow_imports=allow_imports)
     path = folder / METRICS_FILE
     records, odd = checked_metrics(path) if is_file(path) else ([], "")
     if not records:
@@ -162,29 +164,29 @@ def read_run(folder: Path, *, allow_imports: Collection[str] = ()) -> Run:
     _check_num_elements(path, records)
     every = dumps.files(folder)
     shown = {step: every[step] for step in spread_out(list(every), MAX_STEPS)}
-    files, notes = survey(shown, found.config)
+    files, notes = survey(shown, stored_config.config)
     notes = [*filter(None, [odd]), *notes]
     for note in notes:
         warnings.warn(note, UserWarning, stacklevel=2)
-    settings = {key: _text(value) for key, value in dotted(redact(found.values)).items()}
-    dumped = of_own_run(folder, found, files, notes) if files else None
+    settings = {key: _text(value) for key, value in dotted(redact(stored_config.values)).items()}
+    dumped = of_own_run(folder, stored_config, files, notes) if files else None
     events = _events(folder)
     return Run(
         folder=folder,
-        setting=Setting.of(found.config),
-        config=found.config,
+        setting=Setting.of(stored_config.config),
+        config=stored_config.config,
         settings=settings,
         records=records,
-        ending=redact_text(_ending(events), secrets_of(found.values)),
+        ending=redact_text(_ending(events), secrets_of(stored_config.values)),
         started=next((str(event.get("time", ""))[:10] for event in events), ""),
         name=_readable(os.path.basename(os.path.realpath(folder))),
         dumped=dumped,
         faults=[
             fault
             for fault in (diagnosed(dumped) if dumped else [])
-            if fault.cause != "stale" or not found.config.rollout.max_weight_age
+            if fault.cause != "stale" or not stored_config.config.rollout.max_weight_age
         ],
-        notes=[*notes, *run_config.notes(found.left_out)],
+        notes=[*notes, *run_config.notes(stored_config.left_out)],
     )
 
 
@@ -243,7 +245,7 @@ def differences(groups: Sequence[Group]) -> dict[str, list[str]]:
     """Configuration keys on which the groups differ, with each group's value."""
     keys = dict.fromkeys(key for group in groups for key in group.runs[0].settings if key != _OF_A_SEED)
     values = {key: [group.runs[0].settings.get(key, "-") for group in groups] for key in keys}
-    return {key: found for key, found in values.items() if len(set(found)) > 1}
+    return {key: settings for key, settings in values.items() if len(set(settings)) > 1}
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

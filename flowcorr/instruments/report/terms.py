@@ -22,7 +22,7 @@ _SHOWN = 0.998  # of the values
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Spread:
-    """The dumped terms of a group of runs, those that are finite.
+    """The finite dumped terms of a group of runs.
 
     Attributes:
         num_steps: training steps that were read.
@@ -49,7 +49,7 @@ class Spread:
 
 
 def read_spread(group: Group) -> Spread | None:
-    """The terms that the runs of a group dumped; None where they dumped none.
+    """Read the terms that the runs of a group dumped; None if they dumped none.
 
     Raises:
         ConfigError: a file has been damaged since the run was read.
@@ -90,7 +90,7 @@ def read_spread(group: Group) -> Spread | None:
 
 
 def shares(values: Tensor, view: float, bins: int) -> list[float]:
-    """Shares of `[N]` values in bins of one width from `-view` to `view`; those beyond are in none."""
+    """Shares of `[N]` values in bins of one width from `-view` to `view`; values beyond are in no bin."""
     return (torch.histc(values, bins, min=-view, max=view) / max(len(values), 1)).tolist()
 
 
@@ -121,7 +121,7 @@ def _loss(setting: Setting) -> Loss:
 
 
 def _limit(setting: Setting) -> float | Sequence[float] | None:
-    """How far the loss of the update lets a ratio be from 1; None where that is not known, or nothing bounds it."""
+    """Largest distance of a ratio from 1 under the loss of the update; None if unknown or unbounded."""
     return ratio_limit(setting.actor, _loss(setting))
 
 

@@ -1,4 +1,4 @@
-"""The check of a model family's adapter: whether it does what its diffusers pipeline's own call does."""
+"""Checks a model family's adapter against its diffusers pipeline's own call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ REMEDY = "mend the named method of {place}; flowcorr.models.compare_with_pipelin
 
 
 def check_adapter(exam: Exam) -> Finding | None:
-    """The finding on `Exam.adapter`; none where the stacks were handed over without it."""
+    """The finding on `Exam.adapter`; None if the stacks were handed over without it."""
     family, result = exam.actor.family, exam.adapter
     if result is None:
         return None

@@ -46,15 +46,15 @@ def _distilled(exam: Exam, key: str, configured: float) -> Finding:
     """Try the usual scales: guidance is an input of the transformer."""
     trial = exam.trials.base
     scales = [scale for scale in USUAL_SCALES if scale != configured]
-    found, means = min(
+    fitted, means = min(
         ((scale, _guided(exam, key, scale)) for scale in scales),
         key=lambda guided: float(trial.squared_distance(guided[1]).mean()),
     )
     evidence = exam.evidence(trial, trial.fit(means))
     if evidence is None:
         return passed(f"no usual {key} fits the steps better than {configured:g}")
-    message = f"the steps fit {key}={found:.3g} instead of {configured:g}, {evidence.text}"
-    return failed(message, DISTILLED.format(key=key), value=found, limit=configured)
+    message = f"the steps fit {key}={fitted:.3g} instead of {configured:g}, {evidence.text}"
+    return failed(message, DISTILLED.format(key=key), value=fitted, limit=configured)
 
 
 def _linear(exam: Exam, key: str, configured: float) -> Finding:
@@ -62,17 +62,17 @@ def _linear(exam: Exam, key: str, configured: float) -> Finding:
     trial = exam.trials.base
     plain = _guided(exam, key, 1.0)
     scale = trial.fit(plain)
-    found = 1 + (configured - 1) * (1 - scale.factor)
+    fitted = 1 + (configured - 1) * (1 - scale.factor)
     velocity = trial.means - trial.still  # up to a factor of the step, which cancels
     ratio = _std(plain - trial.still) / _std(velocity)
     rescaled = trial.fit(trial.still + over_elements(ratio, velocity) * velocity)
     # A number outside of its own range is no explanation. One factor on all velocities shares most of `rescaled`.
     shares = [
-        scale.share if found >= -PUSH * (configured - 1) else 0.0,
+        scale.share if fitted >= -PUSH * (configured - 1) else 0.0,
         rescaled.share if 0 < rescaled.factor <= 1 + PUSH else 0.0,
     ]
     error = (configured - 1) * (scale.error + scale.by_rounding)
-    fits = passed(f"the steps fit {key}={found:.3g} +- {error:.2g}")
+    fits = passed(f"the steps fit {key}={fitted:.3g} +- {error:.2g}")
     by_length = trial.fit(trial.still).share
     if by_length > max(shares):
         explained = by_length >= EXPLAINED
@@ -90,9 +90,10 @@ def _linear(exam: Exam, key: str, configured: float) -> Finding:
     unguided = coarse_weights(exam.config) and trial.explained_by([plain]) >= UNGUIDED
     if (shares[0] and _acts(exam, scale, by_rounding=scale.by_rounding)) or unguided:
         return failed(
-            f"the steps fit {key}={found:.3g} instead of {configured:g}, which is {100 * scale.share:.0f} % of the gap",
+            f"the steps fit {key}={fitted:.3g} instead of {configured:g}, which is {100 * scale.share:.0f} % of the "
+            "gap",
             REMEDY.format(key=key),
-            value=found,
+            value=fitted,
             limit=configured,
         )
     return fits

@@ -1,4 +1,4 @@
-"""The checks of the images: are they those of their final latents?"""
+"""Checks that images are the decodings of their final latents."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ def check_images(exam: Exam) -> Finding:
             images=len(finite),
             not_finite=int((~finite).sum()),
         )
-    found = rollout.images.to(expected.device).float()
-    if found.shape != expected.shape:
+    captured = rollout.images.to(expected.device).float()
+    if captured.shape != expected.shape:
         return failed(
-            f"images are {list(found.shape[1:])} in the engine and {list(expected.shape[1:])} here",
+            f"images are {list(captured.shape[1:])} in the engine and {list(expected.shape[1:])} here",
             "pass sampling.height, sampling.width and sampling.num_frames to the engine",
-            engine_shape=list(found.shape[1:]),
+            engine_shape=list(captured.shape[1:]),
             actor_shape=list(expected.shape[1:]),
         )
-    gaps = torch.stack([image_gaps(image, expected) for image in found])
+    gaps = torch.stack([image_gaps(image, expected) for image in captured])
     own = gaps.diagonal()
     exchanged = find_exchanged(gaps)
     if exchanged is not None:
@@ -75,7 +75,7 @@ def check_images(exam: Exam) -> Finding:
     # In lower precision the limit is measured on the actor's decoder: in bfloat16 the embedded model's rounds by .2,
     # and JPEG of quality 95 changes 1.5.
     limit = image_limit("float32", rounding=rounding)
-    largest, signed = float(own.max()), (found - expected).flatten(0, -2).mean(0).tolist()
+    largest, signed = float(own.max()), (captured - expected).flatten(0, -2).mean(0).tolist()
     message = (
         f"images differ by up to {largest:.2g} grey levels of 255 from the actor's of the same final latents, by "
         f"{', '.join(f'{level:+.2g}' for level in signed)} in the mean of red, green and blue; rounding explains "
@@ -162,8 +162,8 @@ def check_captured_images(captured: Captured) -> Finding:
             return skipped(f"cannot tell: images of different samples are alike; {evidence}", samples=samples)
         return passed(f"the images are those of their latents; {evidence}", samples=samples)
     bad = own > 1
-    for cause, message, remedy, found in _rivals(captured, final, decoded, images):
-        explained = (found / limit <= 1) & bad
+    for cause, message, remedy, rival_gaps in _rivals(captured, final, decoded, images):
+        explained = (rival_gaps / limit <= 1) & bad
         if bool((explained == bad).all()) or (cause in BY_SAMPLE and bool(explained.any())):
             count = int(explained.sum())
             return failed(
@@ -271,7 +271,7 @@ def _factors(family: ModelFamily, final: Tensor, images: Tensor) -> Iterator[tup
 
 
 def _frames(decoded: Tensor, images: Tensor, limit: float) -> list[int] | None:
-    """The frames of the decoded videos that the captured ones hold, where they are others than all in order."""
+    """Places of the captured frames among the decoded ones; None if all frames are there, in order."""
     if images.dim() != 5 or decoded.shape[2:] != images.shape[2:]:
         return None
     table = torch.stack(
@@ -283,12 +283,12 @@ def _frames(decoded: Tensor, images: Tensor, limit: float) -> list[int] | None:
 
 
 def _as_jpeg(images: Tensor, quality: int) -> Tensor:
-    found = []
+    compressed = []
     for image in images.round().to(torch.uint8):
         file = io.BytesIO()
         Image.fromarray(image.numpy()).save(file, "JPEG", quality=quality)
-        found.append(torch.from_numpy(np.array(Image.open(file))))
-    return torch.stack(found).float()
+        compressed.append(torch.from_numpy(np.array(Image.open(file))))
+    return torch.stack(compressed).float()
 
 
 def _pixels(samples: ReplaySamples) -> Tensor:

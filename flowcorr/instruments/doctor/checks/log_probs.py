@@ -34,13 +34,13 @@ MISTAKES = {
 
 def check_log_probs(exam: Exam) -> Finding:
     trial = exam.trials.base
-    found, unscaled = trial.rollout.log_probs, exam.config.sampling.cps_unscaled
+    log_probs, unscaled = trial.rollout.log_probs, exam.config.sampling.cps_unscaled
     gap = float(
         log_prob_errors(trial.rollout, trial.engine_noise, trial.engine_stds, cps_unscaled=unscaled).max()
     )
     if gap > LOG_PROBS.limit and _fits_actor(exam):
         return passed("log-probs agree with the actor's, but not with the returned means: see bookkeeping")
-    mistake = _mistake(exam, found) if gap > LOG_PROBS.limit else None
+    mistake = _mistake(exam, log_probs) if gap > LOG_PROBS.limit else None
     what = (
         f"are {MISTAKES[mistake]}"
         if mistake
@@ -75,16 +75,16 @@ def check_bookkeeping(exam: Exam) -> Finding:
     )
 
 
-def _mistake(exam: Exam, found: Tensor) -> str | None:
+def _mistake(exam: Exam, log_probs: Tensor) -> str | None:
     """The name of the mistake that gives these log-probs; None if no usual one does."""
     for name, formula in _formulas(exam):
-        if torch.allclose(found, formula, rtol=1e-4, atol=LOG_PROBS.limit):
+        if torch.allclose(log_probs, formula, rtol=1e-4, atol=LOG_PROBS.limit):
             return name
-    return "rounded" if torch.equal(found, found.to(torch.bfloat16).float()) else None
+    return "rounded" if torch.equal(log_probs, log_probs.to(torch.bfloat16).float()) else None
 
 
 def _fits_actor(exam: Exam) -> bool:
-    """Whether the engine's log-probs are closer to the actor's than to those of the returned means."""
+    """Whether the engine's log-probs are closer to the actor's than to the ones that the returned means give."""
     trial = exam.trials.base
     by_actor = (trial.log_probs - trial.rollout.log_probs).abs().max()
     return bool(by_actor < (_own_log_probs(exam) - trial.rollout.log_probs).abs().max() / 2)
@@ -112,20 +112,20 @@ def _formulas(exam: Exam) -> Iterator[tuple[str, Tensor]]:
 
 def check_captured_log_probs(captured: Captured) -> Finding | None:
     replayed, convention = captured.replayed.get("log_probs"), captured.legs.convention
-    found = (
+    finding = (
         None
         if convention is None
         else _of_convention(convention, captured.terms.get(captured.step), captured.step)
     )
-    if replayed is None or found is None:
-        return replayed or found
+    if replayed is None or finding is None:
+        return replayed or finding
     # That they agree with the replay is told only where their convention is the expected one.
-    worse = LEVELS.index(replayed.level) <= LEVELS.index(found.level)
-    return replayed if worse and replayed.level != "healthy" else found
+    worse = LEVELS.index(replayed.level) <= LEVELS.index(finding.level)
+    return replayed if worse and replayed.level != "healthy" else finding
 
 
 def _of_convention(convention: Convention, terms: Path | None, step: int) -> Finding | None:
-    """The finding on log-probs of a convention; None where it is the expected one."""
+    """The finding on the convention of log-probs; None for the expected one."""
     if convention == MEAN:
         return None
     if convention.per_step or convention.times > 1:
@@ -160,6 +160,6 @@ def _of_convention(convention: Convention, terms: Path | None, step: int) -> Fin
 
 
 def _shared_shift(terms: Path, step: int) -> str:
-    """By how much the trainer's log-probs differ from the engine's in all samples; empty where they do not."""
-    found = diagnose({step: gap_of(dumps.load(terms))})
-    return next((one.evidence for one in found if one.cause in ("shared_shift", "one_step")), "")
+    """A shift of the trainer's log-probs from the engine's that all samples share, in words; empty if none."""
+    faults = diagnose({step: gap_of(dumps.load(terms))})
+    return next((fault.evidence for fault in faults if fault.cause in ("shared_shift", "one_step")), "")

@@ -271,7 +271,7 @@ def check_captured_latents(captured: Captured) -> Finding | None:
 
 
 def _num_at_bound(stack: Stack) -> int:
-    """Elements of the latents after the window's steps that were clamped; 0 where none were, or rounding hides it."""
+    """Number of clamped elements in the latents after the window's steps; 0 if rounding hides it."""
     values = stack.samples.tensors().get("next_latents")
     if values is None or stored_in(values) is not None:
         return 0

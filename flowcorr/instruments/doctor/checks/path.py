@@ -61,7 +61,7 @@ def check_path(exam: Exam) -> Finding:
 
 
 def _systematic(leg: Repeated) -> tuple[str, float, float] | None:
-    """A fault that the gaps of all samples share, beside rounding: in words, its factor and its limit."""
+    """A systematic fault that the gaps of all samples share: in words, with its factor and its limit."""
     directions = [("of the way is too {} in the steps", leg.way, WAY)]
     directions += [
         (f"of step {index} is too {{}} in the steps", move, STEP)

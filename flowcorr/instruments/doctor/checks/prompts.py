@@ -13,13 +13,13 @@ EMBEDDING_TOLERANCE = 2e-2  # relative: rounding to bfloat16 costs at most 4e-3,
 
 
 def check_embeddings(exam: Exam) -> Finding:
-    found, gaps = exam.trials.base.rollout.sample_conditioning(), {}
+    conditioning, gaps = exam.trials.base.rollout.sample_conditioning(), {}
     remedy = (
         "use the same text encoders, prompts, negative prompt and model.max_sequence_length on both sides"
     )
     for name, expected in exam.trials.conditioning.items():
-        if name not in found or found[name].shape != expected.shape:
-            shape = list(found[name].shape) if name in found else None
+        if name not in conditioning or conditioning[name].shape != expected.shape:
+            shape = list(conditioning[name].shape) if name in conditioning else None
             return failed(
                 f"{name} is {shape or 'no value'} in the engine and {list(expected.shape)} here",
                 remedy,
@@ -27,7 +27,7 @@ def check_embeddings(exam: Exam) -> Finding:
                 engine_shape=shape,
                 shape=list(expected.shape),
             )
-        difference = (found[name].double() - expected.to(found[name].device).double()).norm()
+        difference = (conditioning[name].double() - expected.to(conditioning[name].device).double()).norm()
         gaps[name] = float(difference / expected.double().norm().clamp(min=1e-12))
     name, worst = max(gaps.items(), key=lambda item: item[1])
     finding = judged(
@@ -43,17 +43,17 @@ def check_embeddings(exam: Exam) -> Finding:
 
 def explained(exam: Exam, check: str) -> Finding | None:
     """A failure if other inputs explain the gap, and this check is the one that asks about them."""
-    found = explanation(exam)
-    if found is None or found.mistake.check != check:
+    reason = explanation(exam)
+    if reason is None or reason.mistake.check != check:
         return None
-    some = len(found.samples) < found.num_samples
+    some = len(reason.samples) < reason.num_samples
     return failed(
-        found.text,
+        reason.text,
         REMEDIES[check],
-        value=found.evidence.value,
-        limit=found.evidence.threshold,
-        samples=list(found.samples) if some else None,
-        **found.mistake.numbers,
+        value=reason.evidence.value,
+        limit=reason.evidence.threshold,
+        samples=list(reason.samples) if some else None,
+        **reason.mistake.numbers,
     )
 
 
@@ -71,7 +71,7 @@ def check_references(exam: Exam) -> Finding | None:
 
 
 def lies_with(exam: Exam, prefix: str, inputs: str, remedy: str) -> Finding | None:
-    """A failure if the gap is more than precision explains, and disappears where both sides go without some inputs."""
+    """A failure if the gap exceeds the precision's, and disappears once both sides leave out some inputs."""
     plain, gap = exam.trials.withheld.get(prefix), exam.trials.base.velocity_gap()
     if plain is None or gap <= largest_gap(exam.usual_gap):
         return None

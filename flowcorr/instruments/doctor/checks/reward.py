@@ -1,4 +1,4 @@
-"""The check of the rewards: are captured ones those of their images?"""
+"""Checks that captured rewards belong to their images."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ from flowcorr.questions.question import LATENTS, STDS, TRAJECTORIES, Question, o
 
 
 def _of_replay(check: str) -> Callable[[Captured], Finding | None]:
-    """A check that tells what the replay found, which examines all legs and inputs together."""
+    """A check that returns the replay's finding by this name; the replay examines all legs and inputs together."""
     return lambda captured: captured.replayed.get(check)
 
 
@@ -130,8 +130,10 @@ def check_trials(exam: Exam) -> dict[str, Finding]:
 
 def check_captured(captured: Captured) -> dict[str, Finding]:
     """The findings by check, in the order of `CHECKS`."""
-    found = {check.name: OF_CAPTURED[check.name](captured) for check in CHECKS if check.name in OF_CAPTURED}
-    return {name: _named(name, finding) for name, finding in found.items() if finding is not None}
+    findings = {
+        check.name: OF_CAPTURED[check.name](captured) for check in CHECKS if check.name in OF_CAPTURED
+    }
+    return {name: _named(name, finding) for name, finding in findings.items() if finding is not None}
 
 
 def _named(check: str, finding: Finding) -> Finding:

@@ -35,8 +35,8 @@ _TABLES: tuple[Spacing, ...] = ("pipeline", "equal steps")
 
 
 def check_captured_schedule(captured: Captured) -> Finding:
-    found = _compared(captured.stack)
-    return found if found.level == "serious" else captured.replayed.get("schedule", found)
+    finding = _compared(captured.stack)
+    return finding if finding.level == "serious" else captured.replayed.get("schedule", finding)
 
 
 def _compared(stack: Stack) -> Finding:
@@ -82,8 +82,8 @@ def _named(stack: Stack, sigmas: Tensor, own: Tensor) -> tuple[str, str, dict[st
         message = f"the schedule has shift {shift:.4g}, and the model's own is {of_model:.4g}"
         return "wrong_shift", message, {"shift": shift, "own_shift": of_model}
     for spacing in _TABLES:
-        found = schedule(stack.family, stack.places, stack.latent_shape, spacing)
-        factor = None if found is None else _factor_of(sigmas, _tensor(found.sigmas))
+        table = schedule(stack.family, stack.places, stack.latent_shape, spacing)
+        factor = None if table is None else _factor_of(sigmas, _tensor(table.sigmas))
         if factor is not None:
             message = f"the schedule is shifted by {factor:.4g} times the model's own shift"
             return "wrong_shift", message, {"shift_factor": factor}
@@ -104,20 +104,20 @@ def _schedulers(family: ModelFamily) -> Iterator[tuple[dict[str, Any], str, str]
 
 
 def _matches(stack: Stack, sigmas: Tensor, spacing: Spacing) -> bool:
-    found = schedule(stack.family, stack.places, stack.latent_shape, spacing)
-    return found is not None and float((_tensor(found.sigmas) - sigmas).abs().max()) <= _SAME
+    table = schedule(stack.family, stack.places, stack.latent_shape, spacing)
+    return table is not None and float((_tensor(table.sigmas) - sigmas).abs().max()) <= _SAME
 
 
 def _shift_of(stack: Stack, sigmas: Tensor) -> float | None:
-    """The shift with which the model's own scheduler makes `sigmas`; None where it does with none."""
+    """The shift that makes the model's own scheduler return `sigmas`; None if no shift does."""
     config = stack.family.pipeline.scheduler.config
     if "shift" not in config:
         return None
     for spacing in _TABLES:
 
         def gap(shift: float, spacing: Spacing = spacing) -> Tensor:
-            found = with_shift(stack.family, stack.places, stack.latent_shape, shift, spacing)
-            return torch.ones_like(sigmas) if found is None else _tensor(found.sigmas) - sigmas
+            table = with_shift(stack.family, stack.places, stack.latent_shape, shift, spacing)
+            return torch.ones_like(sigmas) if table is None else _tensor(table.sigmas) - sigmas
 
         shift = fitted(gap, _STARTS, *SHIFTS)
         if float(gap(shift).abs().max()) <= _SAME:
@@ -126,7 +126,7 @@ def _shift_of(stack: Stack, sigmas: Tensor) -> float | None:
 
 
 def _factor_of(sigmas: Tensor, table: Tensor) -> float | None:
-    """By how much `sigmas` is shifted from `table`; None where no shift leads from one to the other."""
+    """The shift from `table` to `sigmas`, a factor; None if no single shift leads from one to the other."""
     inner = (table > 0) & (table < 1) & (sigmas > 0) & (sigmas < 1)
     if int(inner.sum()) < 2:
         return None

@@ -58,18 +58,18 @@ def _unreturned(exam: Exam, returned: Tensor) -> Finding | None:
         return None
     rounded = {name: table[exam.trials.base.places] for name, table in _rounded(exam).items()}
     changed = {**rounded, **{name: change(returned) for name, change in MISTAKES.items()}}
-    found = []
+    fits = []
     for name, timesteps in changed.items():
         if same(timesteps, returned):
             continue
         window = replace(trial.rollout.window, timesteps=timesteps)
         fit = trial.fit(score_means(exam.actor, replace(trial.rollout, window=window)))
         if (evidence := exam.evidence(trial, fit)) is not None:
-            found.append((fit.share, name, evidence))
-    if not found:
+            fits.append((fit.share, name, evidence))
+    if not fits:
         return None
-    best, _, evidence = max(found, key=lambda entry: entry[0])
-    names = [name for share, name, _ in found if share > best - SAME_SHARE]
+    best, _, evidence = max(fits, key=lambda entry: entry[0])
+    names = [name for share, name, _ in fits if share > best - SAME_SHARE]
     message = f"the steps fit timesteps {' or '.join(names)}, {evidence.text}; it returns different ones"
     warns = rounded.keys() & names and exam.config.rollout.dtype != "float32"
     report = warned if warns else failed
@@ -84,7 +84,7 @@ def _exact(exam: Exam) -> Tensor:
 
 
 def _rounded(exam: Exam) -> dict[str, Tensor]:
-    """Tables `[N]` of rounded timesteps: those that the family's transformer computes with, and plain casts."""
+    """Tables `[N]` of rounded timesteps: as the family's transformer rounds them, and as plain casts."""
     exact, family = _exact(exam), exam.actor.family
     computed = {
         _as_computed_in(name): exact.new_tensor(family.in_dtype(exam.trials.base.schedule, dtype).timesteps)

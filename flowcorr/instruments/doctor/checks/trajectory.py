@@ -76,11 +76,11 @@ def check_schedule(exam: Exam) -> Finding:
 def check_window(exam: Exam) -> Finding:
     rollout, sampling = exam.trials.base.rollout, exam.config.sampling
     low, high = sampling.sde_window_range
-    found, size = rollout.window.step_indices, sampling.sde_window_size
+    indices, size = rollout.window.step_indices, sampling.sde_window_size
     remedy = WINDOWS.remedy
-    wrong = found != (rows := exam.trials.base.places)
+    wrong = indices != (rows := exam.trials.base.places)
     if bool(wrong.any()):
-        step_index, sigma_of = int(found[wrong][0]), int(rows[wrong][0])
+        step_index, sigma_of = int(indices[wrong][0]), int(rows[wrong][0])
         return failed(
             f"a step has index {step_index}, but the sigma of step {sigma_of}",
             remedy=remedy,
@@ -89,17 +89,17 @@ def check_window(exam: Exam) -> Finding:
         )
     consecutive = sampling.sde_window_layout == "consecutive"
     kind = "consecutive" if consecutive else "ascending"
-    gaps = found.diff(dim=1)
-    fits = found.shape[1] == size and bool(((gaps == 1) if consecutive else (gaps > 0)).all())
-    if not fits or int(found.min()) < low or int(found.max()) >= high:
-        windows = sorted({tuple(row) for row in found.tolist()})
+    gaps = indices.diff(dim=1)
+    fits = indices.shape[1] == size and bool(((gaps == 1) if consecutive else (gaps > 0)).all())
+    if not fits or int(indices.min()) < low or int(indices.max()) >= high:
+        windows = sorted({tuple(row) for row in indices.tolist()})
         return failed(
             f"the SDE windows {windows} are not {size} {kind} steps within [{low}, {high})",
             remedy=remedy,
             windows=windows,
             range=[low, high],
         )
-    of_prompts = found.unflatten(0, (exam.trials.num_prompts, -1))
+    of_prompts = indices.unflatten(0, (exam.trials.num_prompts, -1))
     if sampling.window_per == "group" and bool((of_prompts != of_prompts[:, :1]).any()):
         return failed("the images of one prompt have different windows", remedy=remedy)
     for compared in (exam.trials.base, exam.trials.moved):

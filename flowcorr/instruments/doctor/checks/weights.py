@@ -133,7 +133,7 @@ def check_weights(exam: Exam) -> Finding:
 
 
 def _remedy(exam: Exam, *, coarse: bool, side: str) -> str:
-    """What to do about a gap: `coarse` where a low precision explains it, of one `side` if not of both."""
+    """The remedy of a gap; `coarse` if a low precision of `side`, or of both sides, explains it."""
     config = exam.config
     rounds = {config.model.dtype, config.rollout.dtype} != {"float32"} or config.actor.autocast
     if coarse and (rounds or rounds_apart(config)):
@@ -159,7 +159,7 @@ class _Errors:
 
 
 def _errors(exam: Exam) -> _Errors | None:
-    """The errors of both sides; None where the actor does not round, weights are coarse, or memory is short.
+    """Rounding errors of both sides; None if the actor does not round, weights are coarse, or memory is short.
 
     Two stacks of one precision round alike, but differently. So the actor's own error measures what the engine's may
     be, on this model, these prompts and this guidance.
@@ -219,9 +219,9 @@ def _arrival(exam: Exam, what: str) -> Finding:
             if _is_held(exam)
             else f"{names}; fused projections need a mapping"
         )
-    found = lost if missing > MISSING_WARN else None
+    lost_part = lost if missing > MISSING_WARN else None
     return judged(
-        missing, MISSING_WARN, message, bad, remedy, fails_above=MISSING_FAIL, arrived=share, lost=found
+        missing, MISSING_WARN, message, bad, remedy, fails_above=MISSING_FAIL, arrived=share, lost=lost_part
     )
 
 
