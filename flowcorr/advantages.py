@@ -1,8 +1,7 @@
 """Group-relative advantages: how much better a sample is than the others of its prompt.
 
-Where terms were rejected, a group is compared with what is left of it. The loss sums over terms, so a sample counts
-there once for each of its steps that is kept: that is its weight in its group's mean, and with every step rejected it
-is no member any more.
+After rejection, a sample is compared with the kept terms of its group. The loss sums over terms, so a sample counts
+once for each kept step: that is its weight in its group's mean, and with every step rejected it is no member any more.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ def group_advantages(
     Args:
         rewards: `[B]`.
         group_ids: `[B]`, any integers in any order; samples of one prompt share one.
-        std: unbiased standard deviation of the `group`, of all rewards (`global`), those of other ranks included, or
-            `none` for 1.
+        std: unbiased standard deviation of the `group`, of the rewards of all ranks (`global`), or `none` for 1.
         eps: added to the standard deviation; unused with `none`.
 
     Returns:
@@ -99,10 +97,10 @@ def drop_small_groups(keep: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def rejection_stats(keep: Tensor, group_ids: Tensor) -> Metrics:
-    """The groups as rejection left them.
+    """Shares of groups that rejection dropped or thinned.
 
-    `rollout_corr/dropped_group_fraction` are those of which no term is kept, `rollout_corr/partial_group_fraction`
-    those of which some are, and that `recentre` shifts.
+    `rollout_corr/dropped_group_fraction` counts groups without a kept term, `rollout_corr/partial_group_fraction`
+    groups with kept and rejected terms, which `recentre` shifts.
     """
     groups, sizes, kept = _kept_terms(group_ids, keep)
     num_kept = _sum_by_group(kept, groups, sizes)

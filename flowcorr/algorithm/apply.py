@@ -39,12 +39,12 @@ def correct(
         group_ids: `[B]`, the groups of the samples, which `rejection_groups` reads.
         actor_config: the loss, against whose clip range noise is measured.
         num_steps: steps of the schedule, for the metrics by step; None reads it off the batch.
-        noise: in bypass mode, what earlier training steps measured, see `MeasuredBands.noise`; without it, `auto`
+        noise: in bypass mode, the noise of earlier training steps, see `MeasuredBands.noise`; without it, `auto`
             thresholds and z-scores reject nothing.
 
     Returns:
-        The terms with `keep`, with `weight` where weights multiply the loss, and with `rejection_groups` other
-        advantages; and the `rollout_corr/*` metrics, of which those of rejection are from before groups are dropped.
+        The terms with `keep`, with `weight` if weights multiply the loss, and with other advantages under
+        `rejection_groups`; and the `rollout_corr/*` metrics, with rejection as it was before groups were dropped.
 
     Raises:
         ConfigError: `config` leaves the mode open.
@@ -61,7 +61,7 @@ def correct(
     target, kl = windows.old_log_prob, windows.old_rollout_kl
     judged_by: dict[str, Any] = {}
     if config.mode == "bypass":
-        # Detached: a weight that had a gradient would be learned, instead of weighing what is learned.
+        # Detached: weights are constants of the loss; their own gradient would move the policy to change the weights.
         target = windows.log_prob.detach()
         kl = None if windows.rollout_kl is None else windows.rollout_kl.detach()
         slack = None if actor_config is None else slack_of(windows, actor_config, config)
@@ -99,8 +99,8 @@ def correct(
 def slack_of(terms: Terms, actor_config: ActorConfig, config: RolloutCorrectionConfig) -> Tensor:
     """Largest movement of each log-ratio `[B, T]` by learning: the loss's clip range, nats per latent element.
 
-    Where the loss clips the sum over a window, its kept steps share the range. A loss without one, and one with a cap,
-    which holds one side only, adds nothing.
+    If the loss clips the sum over a window, its kept steps share the range. A loss without a range adds nothing, nor
+    does one with a cap, which bounds one side only.
     """
     loss = loss_of(actor_config, config)
     limit = loss.ratio_limit(actor_config)

@@ -1,10 +1,10 @@
 """`bypass_mode: auto`: bypass while the rollout's noise fits into the clip range, decoupled while it does not.
 
 Bypass mode saves the recompute pass, and its ratios start off 1 by the noise of the rollout: rounding, stale weights.
-What it costs depends on where the .99 quantile of `|ratio - 1|` lies, before anything was learned and with the ratio
-as the loss uses it. For a random shift, of which weights cannot tell (`flowcorr audit`, `examples/ground_truth`), the
-gradient's bias is 15 % with that quantile at 2 clip ranges, 2.3 % at 1, and 1.8 % at 1/2, as without a clip. Hence
-the quantile, and `auto_enter: 1.0` and `auto_leave: 0.5`.
+The cost depends on the .99 quantile of `|ratio - 1|`, before anything was learned and with the ratio as the loss uses
+it. For a random shift of the step means (`examples/ground_truth`), the gradient's bias is 15 % with that quantile at 2
+clip ranges, 2.3 % at 1, and 1.8 % at 1/2, as without a clip. Hence the quantile, and `auto_enter: 1.0` and
+`auto_leave: 0.5`.
 
 The quantile costs nothing to measure. In bypass mode it is taken over the terms that are scored before the first
 optimizer step, while the current policy still is the old one; in decoupled mode, over the whole batch. Bypass ends when
@@ -52,7 +52,7 @@ class AutoMode:
 
     Args:
         configured: `algorithm.rollout_correction`, with any `bypass_mode`.
-        stale: whether the weights that sample are older than those that learn.
+        stale: whether the engine samples with older weights than the trained ones.
 
     Attributes:
         correction: the correction of the next training step, decoupled or bypass.
@@ -78,7 +78,7 @@ class AutoMode:
 
         Returns:
             `rollout_corr/bypass`, 1 if that step was in bypass mode, else 0, and `rollout_corr/noise_quantile`, `_low`
-            and `_high` over the window, in clip ranges; nothing where the mode is configured.
+            and `_high` over the window, in clip ranges; empty if the configuration fixes the mode.
         """
         configured, correction = self._configured, self.correction
         if configured is None:

@@ -1,8 +1,8 @@
 """Score centering: each term's gradient less its mean under the rollout policy.
 
-Under the policy `q` that sampled, the gradient of a term of weight `w` has the mean `A E_q[w grad log p]`, which pulls
-the step means towards the engine's, or away from them, whatever the rewards are. Advantages of mean 0 cancel it only
-where all images of a group share their state. For Gaussian steps of one std the mean has a closed form,
+Under the policy `q` that sampled, the gradient of a term of weight `w` has the mean `A E_q[w grad log p]`. It pulls the
+step means towards the engine's, or away from them, for any reward. Advantages of mean 0 cancel it only if all images of
+a group share their state. For Gaussian steps of one std the mean has a closed form,
 
     E_q[w grad log p] = mean_L( (a (mu_q - mu) + b (mu_old - mu)) / s^2 . grad mu ),
 
@@ -41,7 +41,7 @@ class Tilt:
 
     Attributes:
         rollout: `a / w`, like the terms: the share that pulls towards the rollout's step mean.
-        old: `b / w`: towards that of the policy whose ratio to the rollout's the weight is.
+        old: `b / w`: the share that pulls towards the old policy's step mean, since the weight is its ratio.
     """
 
     rollout: Tensor

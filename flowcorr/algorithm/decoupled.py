@@ -31,8 +31,8 @@ def apply_rollout_correction_to_diffusion_batch(
         num_steps: steps of the schedule, for the metrics by step; None reads it off the batch.
 
     Returns:
-        The batch with `rollout_is_weights` and `keep`, with `rejection_groups` other advantages as well, and the
-        `rollout_corr/*` metrics; those of rejection are from before groups are dropped.
+        The batch with `rollout_is_weights`, `keep` and, under `rejection_groups`, other advantages; and the
+        `rollout_corr/*` metrics, with rejection as it was before groups were dropped.
 
     Raises:
         ConfigError: the correction is of bypass mode, in which the loss applies it.

@@ -43,10 +43,10 @@ def diffusion_loss(
         cps_unscaled: whether log-probs are those of `sampling.cps_unscaled`, for score centering.
 
     Returns:
-        The loss sum over kept terms, its counts, metrics of the update and, in bypass, those of the correction.
+        The loss sum over kept terms, its counts, metrics of the update and, in bypass, of the correction.
 
     Raises:
-        BatchError: shapes differ, a KL is missing, or a loss of one's own does not return what it has to.
+        BatchError: shapes differ, a KL is missing, or a user's loss returns something other than a `LossOutput`.
     """
     measured = Metrics()
     if correction_config.mode == "bypass":

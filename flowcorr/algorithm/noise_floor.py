@@ -81,7 +81,7 @@ class Quantile:
 
     Attributes:
         value: the quantile of the sample, to within its bin.
-        low, high: ends of the interval, moved outwards to edges of bins; 0 or infinite where the sample is too small.
+        low, high: ends of the interval, moved outwards to edges of bins; 0 or infinite if the sample is too small.
         count: terms of the sample.
     """
 
@@ -94,8 +94,8 @@ class Quantile:
 def noise_quantile(counts: Tensor, quantile: float, confidence: float) -> Quantile:
     """The quantile of the distribution that `counts` were drawn from, without a model of it.
 
-    Of `n` independent terms, the number below the quantile `q` of their distribution is binomial with `n` and `q`,
-    whatever that distribution is. So the interval from the `l`-th to the `u`-th smallest term holds the quantile with
+    Of `n` independent terms, the number below the quantile `q` of their distribution is binomial with `n` and `q`, for
+    any distribution. So the interval from the `l`-th to the `u`-th smallest term holds the quantile with
     the probability that a binomial number lies in `l .. u-1`. Source: David and Nagaraja, Order Statistics (2003),
     section 7.1.
     """

@@ -80,8 +80,8 @@ class ModelConfig:
             are not rounded. It needs an adapter, and `nf4` needs bitsandbytes. `in_process` samples with the same
             weights; an engine that holds the model unquantized causes a gap, which is that of bfloat16 for `int8` and
             larger than that of fp8 for `nf4`.
-        attention: what computes the transformer's attention, a backend of diffusers, such as `flash_varlen` or
-            `_native_cudnn`; null leaves diffusers' own choice. It needs a model whose attention has backends.
+        attention: diffusers' backend for the transformer's attention, such as `flash_varlen` or `_native_cudnn`; null
+            leaves diffusers' own choice. It needs a model that supports backends.
         offload_text_encoders: keep the text encoders in main memory and put each of their layers on the GPU only while
             it computes, by diffusers' group offloading. Encoding takes longer, and the embeddings are the same.
         lora: the adapter.
@@ -108,7 +108,7 @@ class SamplingConfig:
     """`sampling`: how trajectories are drawn, alike for rollout and training.
 
     Attributes:
-        sde_type: the transition of the window's steps, and of those of `sde_noise_range`.
+        sde_type: the transition of the steps in the window and in `sde_noise_range`.
         noise_level: `eta`; for `cps` in (0, 1].
         num_inference_steps: denoising steps in all.
         sde_window_size: steps a trajectory that are trained on: SDE steps with a log-prob. The others are Euler steps.
@@ -226,10 +226,10 @@ class RolloutConfig:
             `quantization`, `diffusion_attention_config`, `gpu_memory_utilization` or `enable_sleep_mode`.
         placement: `local` samples in the trainer's process; `ray` in workers of their own, each with its own engine.
         num_workers: rollout workers, which all training ranks share.
-        worker_resources: what Ray reserves for each, such as `{num_cpus: 1, num_gpus: 1}` or resources of your own; a
+        worker_resources: Ray resources reserved for each worker, such as `{num_cpus: 1, num_gpus: 1}` or your own; a
             worker computes on a GPU if it has one here.
         ray_address: the Ray cluster to join; null takes `RAY_ADDRESS`, and without that starts a local cluster.
-        scheduling: where Ray puts the workers: `default`, `spread` over nodes, or the id of one node.
+        scheduling: Ray's placement of the workers: `default`, `spread` over nodes, or the id of one node.
         timeout: seconds that a worker may take for its share of the prompts; it then counts as hung, and is replaced.
             An engine with processes of its own may be silent as long; the run then ends with an error.
         max_staleness: sampling overlaps with training and runs this many training steps ahead, with weights that are as
@@ -320,7 +320,7 @@ class ActorConfig:
         loss_mode: a name in `flowcorr.losses.LOSSES`, or `package.module:name` of a loss of your own.
         loss_options: keyword arguments of a loss of your own.
         clip_ratio: PPO clip range on mean-pooled ratios; or a list, one for each step of the schedule from the
-            first on, which may end where the SDE window cannot reach.
+            first on, up to the last step that a window can hold.
         old_policy: the weights for recomputed old log-probs in decoupled mode: `current`, or `behaviour`, the weights
             that sampled. With `behaviour` the clipped ratio contains the staleness, and the correction only covers the
             engine's part of the gap.
@@ -329,33 +329,33 @@ class ActorConfig:
         kl_threshold: `flow_dppo` drops terms above this exact KL, nats per latent element.
         importance_cap: cap of the ratio in `importance_cap`, 1 or more.
         kl_coef: weight of the exact KL to the reference (the weights without the adapter).
-        kl_weighting: unit of `kl_coef`: `exact` is the KL of the step, `flow_grpo` that of published recipes with
-            `sde_type: sde`; those of the other types have the exact one.
-        optimizer: `adamw` of torch, or `adamw_8bit` of bitsandbytes, whose moments take 2 bytes a weight instead of 8
-            for float32 weights. It pays for `model.lora.rank: 0`.
+        kl_weighting: unit of `kl_coef`: `exact` is the KL of the step; `flow_grpo` is the unit of published recipes
+            with `sde_type: sde`. Published recipes of other types use the exact KL.
+        optimizer: `adamw` of torch, or `adamw_8bit` of bitsandbytes with moments of 2 bytes a weight instead of 8 for
+            float32 weights. It pays for `model.lora.rank: 0`.
         lr: learning rate of AdamW.
         betas: decay of AdamW's averages of the gradient and of its square.
         eps: AdamW's floor of a gradient's size; gradients far below it hardly move the weights.
         weight_decay: AdamW's decay of the weights.
         warmup_steps: optimizer updates over which the learning rate rises linearly.
-        lr_schedule: how it falls afterwards, until the last update of `trainer.total_steps`.
+        lr_schedule: shape of its fall afterwards, until the last update of `trainer.total_steps`.
         lr_min_ratio: share of `lr` that it falls to.
         grad_clip: largest gradient norm.
         epochs: passes over a step's samples.
         mini_batches: optimizer updates a pass; groups are never split.
-        micro_batch_size: samples a forward pass, also where log-probs are recomputed; null takes a mini-batch. `auto`
-            takes the fewest passes whose memory stays within a bound: the first training step measures the bytes of one
+        micro_batch_size: samples a forward pass, in updates and when log-probs are recomputed; null takes a mini-batch.
+            `auto` takes the fewest passes within a bound on memory: the first training step measures the bytes of one
             row (an image at one step), and allows 96 MiB on a CPU, and .8 of a GPU's free memory. The choice is
             logged, and a checkpoint keeps its bound.
-        fold_steps: score all window steps of a micro-batch in one forward pass; `auto` does so where that is within the
-            bound and takes no more passes. On a GPU the first training step measures it, and warns where step by step
-            is faster.
+        fold_steps: score all window steps of a micro-batch in one forward pass; `auto` does so if that is within the
+            bound and takes no more passes. On a GPU the first training step times both, and warns if step by step is
+            faster.
         autocast: bfloat16 autocast around the transformer. Trained weights that `fsdp` shards are gathered in bfloat16,
             also for an engine in this process that shares them, with `rollout.dtype: bfloat16`.
         gradient_checkpointing: trade compute for memory in the transformer.
-        compile: `torch.compile` the blocks of the trained transformer, for all that runs them: scoring, learning,
-            evaluations, and rollouts that share them. It differs from other copies by rounding. The first step takes a
-            minute or two more, and a sixth of that where an earlier run has filled `TORCHINDUCTOR_CACHE_DIR`.
+        compile: `torch.compile` the blocks of the trained transformer, for scoring, learning, evaluations, and rollouts
+            that share them. It differs from other copies by rounding. The first step takes a minute or two more, or a
+            sixth of that after an earlier run has filled `TORCHINDUCTOR_CACHE_DIR`.
         fsdp: with several ranks, spread the transformer's weights over them, and its gradients and optimizer state if
             it is trained. An adapter stays whole on each rank.
         ema: decay of an exponential moving average of the trained weights, used for evaluation; null is off.

@@ -27,7 +27,7 @@ class RewardTerm:
             the reward of other prompts, and its own mean leaves them out.
         normalize: in training, take the term relative to its prompt's mean and divide it by the std of its `group`
             (GDPO, together with `algorithm.advantage_std: global`), or of all rewards of the step (`global`), before
-            it is summed; `none` sums raw scores. What is logged and evaluated is always raw.
+            it is summed; `none` sums raw scores. Logs and evaluations are always of raw scores.
         frames: frames of a video that a reward of images scores: `middle`, the one in the middle, `mean`, the mean over
             all, or `every K`, the mean over the first and every `K`-th after it. A reward that takes videos gets them
             whole.
@@ -56,18 +56,18 @@ class RewardConfig:
 
     Attributes:
         terms: the rewards that are summed.
-        gold: held-out rewards, logged as `reward/gold/<name>` and `eval/gold/<name>` and never optimised: where the
-            sum rises and they fall, the policy exploits the reward.
+        gold: held-out rewards, logged as `reward/gold/<name>` and `eval/gold/<name>` and never optimised: if the sum
+            rises and they fall, the policy exploits the reward.
         gold_every: score the gold rewards at every training `step` and evaluation, or at every `evaluation` alone, as
             pays for a slow one; the trainer's process then computes them.
         on_error: `fail` stops the run at a sample whose latents, pixels or reward are not finite, or whose reward
             raises; `drop_group` leaves its group out, and of an evaluation the image.
-        placement: `local` scores all images of a step in one call; `thread` scores images as they come, in a thread
-            beside sampling and the recomputation of old log-probs; `ray` does so in workers. These two score a few
-            images at a time, not all of a step together. `auto` takes `thread` where all rewards say that they may, as
+        placement: `local` scores all images of a step in one call; `thread` scores images as they are decoded, in a
+            thread that runs during sampling and the recomputation of old log-probs; `ray` does so in workers. These two
+            score a few images at a time, not all of a step together. `auto` takes `thread` if all rewards allow it, as
             `ocr`, the JPEG rewards, `http` and `vlm_judge` do, else `local`.
         num_workers: reward workers, which all training ranks share; each has the whole reward.
-        worker_resources: what Ray reserves for each, as in `rollout.worker_resources`.
+        worker_resources: Ray resources reserved for each worker, as in `rollout.worker_resources`.
         timeout: seconds that a worker may take for one request; after that it counts as hung. In the trainer's process,
             seconds after which the log names the reward that is still computing, once a minute.
     """

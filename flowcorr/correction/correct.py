@@ -34,8 +34,8 @@ class Correction:
     """The outcome of a correction for a batch.
 
     Attributes:
-        weights: `[B, T]` float32, detached, 0 where the mask is off or a value is not finite; None where weights
-            are off or not applied.
+        weights: `[B, T]` float32, detached, 0 for terms that are masked or not finite; None if weights are off or not
+            applied.
         keep: `[B, T]` bool, the terms that the mask has on, are finite, and were not rejected. A weight of zero
             (IcePop) is kept.
         metrics: named `rollout_corr/...`; `metrics.compute()` is the first read by the host.
@@ -71,8 +71,8 @@ def compute_rollout_correction_and_rejection_mask(
 
     With `delta = target - rollout` in nats per latent element, weights, bands and veto act on
     `log_ratio_scale * delta`; `exp` of it is a density ratio only for scale `sum`. Rejection never changes
-    weights, and nothing here carries a gradient. A non-finite step rejects its step, or its sample where weights
-    or a rejection mode are of samples.
+    weights, and nothing here carries a gradient. A non-finite term is rejected, with its whole sample if weights or a
+    rejection mode judge samples.
 
     Args:
         target_log_prob: `[B, T]`, under the old policy (decoupled mode) or the current one (bypass mode).
@@ -80,7 +80,7 @@ def compute_rollout_correction_and_rejection_mask(
         mask: `[B, T]`, nonzero where a term counts; None for everywhere.
         rollout_is: `token` (`exp(delta)`), `sequence` (`exp(sum_t delta)`), `geometric` (`exp(mean_t delta)`),
             or None. Exponents are held within +-20.
-        rollout_is_threshold: a number caps weights, a pair zeroes those outside, `inf` leaves them.
+        rollout_is_threshold: a number caps weights, a pair zeroes weights outside it, `inf` changes none.
         rollout_is_apply: False computes weights for the metrics only.
         rollout_is_batch_normalize: divide by the mean weight over all terms (`token`) or samples, of all ranks.
         rollout_rs: a rejection mode, or several chained by commas; see `modes.RS_MODES`.
@@ -96,7 +96,7 @@ def compute_rollout_correction_and_rejection_mask(
             against it; elsewhere that would cost a read, too.
         noise: by mode, the noise of earlier training steps, from which `auto` bounds and z-scores are taken in place of
             this batch's; needs `step_indices`. A mode or a step that it lacks rejects nothing.
-        slack: `[B, T]`, by how much log-ratios may lie beyond such bounds, nats per latent element; None for 0.
+        slack: `[B, T]`, distance that log-ratios may lie beyond such bounds, nats per latent element; None for 0.
         group: ranks that share the batch; one of several may have no samples.
 
     Raises:

@@ -1,6 +1,6 @@
 """The metrics of a drift and its correction.
 
-Metrics of the log-ratios use the unscaled `delta`; metrics of weights and rejection use what was applied.
+Metrics of the log-ratios use the unscaled `delta`; metrics of weights and rejection use the scaled one, as applied.
 Fractions of a rejection mode run over valid terms and their samples. `rollout_rs_masked_fraction`,
 `rollout_rs_seq_masked_fraction` and `nonfinite_fraction` run over all terms that the mask has on.
 """

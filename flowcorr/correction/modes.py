@@ -32,10 +32,10 @@ class Bounds:
     """The kind of threshold that a mode takes: a band of ratios, or an upper bound of the value.
 
     Noise of log-ratios is nearly normal, but a divergence of them is not. `length` maps a value to the size of the
-    log-ratio that causes it. On this scale bounds are measured (`auto`), and bypass mode adds what learning may move.
+    log-ratio that causes it. On this scale bounds are measured (`auto`), and bypass mode adds the movement by learning.
 
     Attributes:
-        threshold: what the threshold has to be, in words.
+        threshold: the form of the threshold, in words.
         length: the size of the log-ratio behind a value that is not negative; it increases from 0. None if the value
             is itself a log-ratio with its sign: then a band bounds `exp(-value)` from both sides.
         value: the inverse of `length`.
@@ -94,7 +94,7 @@ class Mode:
 
     Attributes:
         level: whether it judges each step, or whole samples.
-        value: the divergence, `[B, T]` of steps or `[B]` of samples; 0 where a term is not valid.
+        value: the divergence, `[B, T]` of steps or `[B]` of samples; 0 for terms that are not valid.
         bounds: the kind of its threshold: `RATIO`, `ABSOLUTE`, `SQUARE`, `EXPONENTIAL`, `Z_SCORE`, or a `Bounds` of
             your own.
         needs: the field of `LogRatios` that `value` reads and that a batch may lack.

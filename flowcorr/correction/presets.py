@@ -36,7 +36,7 @@ class Preset:
 
     Attributes:
         keys: the configuration keys that it sets.
-        summary: what it does, in one line.
+        summary: its effect, in one line.
         aliases: its other names.
     """
 

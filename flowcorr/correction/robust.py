@@ -141,7 +141,7 @@ def outlier_band(
     `robust_z`, in any shape; `floor` is one number.
 
     Returns:
-        0-d lower and upper end; crossed and infinite where there are no terms.
+        0-d lower and upper end; `inf` and `-inf` without terms.
     """
     low, high = values.new_full((), math.inf), values.new_full((), -math.inf)
     for row in _rows(values, valid, rows, num_rows, group):

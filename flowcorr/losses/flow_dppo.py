@@ -33,10 +33,10 @@ def flow_dppo(
 ) -> LossOutput:
     """Sum of `-w A ratio`, without the terms that would leave the trust region.
 
-    A term is dropped where the exact KL of its step, `mean_L((mean - old_mean)^2) / (2 s^2)` a latent
-    element, passes `kl_threshold` and the update moves further away, `A (ratio - 1) > 0`. As with a clipped
-    term, its loss and gradient are 0 and it still counts. Source: Flow-DPPO, arXiv:2606.11025 (asymmetric
-    divergence mask on the exact Gaussian KL), after DPPO, arXiv:2602.04879.
+    A term is dropped if the exact KL of its step, `mean_L((mean - old_mean)^2) / (2 s^2)` a latent element, exceeds
+    `kl_threshold` and the update moves further away, `A (ratio - 1) > 0`. As with a clipped term, its loss and gradient
+    are 0 and it still counts. Source: Flow-DPPO, arXiv:2606.11025 (asymmetric divergence mask on the exact Gaussian
+    KL), after DPPO, arXiv:2602.04879.
 
     Args:
         log_prob, old_log_prob, advantage, adv_clip_max, weight, keep, ratio_level: as in `flow_grpo`.

@@ -88,9 +88,9 @@ class Loss:
         needs_step: whether it reads the steps' sizes, `terms.step`.
         adds_kl: whether it adds that KL, with its gradient, to log-ratios, so that log-probs must be log-densities and
             the gradient is centred at the old policy: see `flowcorr.algorithm.centering`.
-        scaled_by_advantage: whether each term is a multiple of its advantage, so without a gradient where that is 0.
+        scaled_by_advantage: whether each term is a multiple of its advantage, and an advantage of 0 has no gradient.
         from_correction: whether it is chosen by `rollout_correction.loss_type`, which supplies its weights.
-        reads: the `LOSS_KEYS` that it reads; None where that is not known.
+        reads: the `LOSS_KEYS` that it reads; None if unknown.
     """
 
     objective: Callable[..., LossOutput]

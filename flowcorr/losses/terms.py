@@ -215,8 +215,8 @@ def ratio_stats(
     Args:
         terms: the loss's terms; `ppo_kl` is the mean of their `-log_ratio`.
         log_ratio: as the loss exponentiates it.
-        above: bool, terms whose ratio lies above the loss's range, if it has one. Those with a negative advantage still
-            have a gradient in a clipped objective.
+        above: bool, terms with a ratio above the loss's range, if it has one. In a clipped objective, terms with a
+            negative advantage still have a gradient there.
         below: bool, likewise below it, and with a positive advantage.
     """
     kept = Over(terms.keep)

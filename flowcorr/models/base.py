@@ -114,8 +114,8 @@ def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
 class ModelFamily(ABC):
     """A pipeline of one model family, with the few operations that sampling and training share.
 
-    All facts about a family are attributes of its class; of those with a default, a family states its own. Families of
-    flowcorr take those that are needed before torch is imported from their row of `flowcorr.config.families`.
+    All facts about a family are attributes of its class; a family overrides defaults that do not fit. flowcorr's own
+    families take facts that are needed before torch is imported from their row of `flowcorr.config.families`.
 
     Attributes:
         pipeline: the diffusers pipeline; `transformer` is trained, all other components are frozen. In an engine with
@@ -132,12 +132,12 @@ class ModelFamily(ABC):
         guidance_key: the key of `sampling` that turns guidance on, one of
             `flowcorr.config.families.GUIDANCE_KEYS`.
         encodes_negative: whether guidance needs the encoded negative prompt.
-        default_text_tokens: tokens of the long text encoder, where `model.max_sequence_length` is null.
+        default_text_tokens: tokens of the long text encoder if `model.max_sequence_length` is null.
         makes_videos: whether its samples are videos, of one frame or more; see `records.Images`.
         num_references: the fewest and the most reference images that a prompt may have.
-        vision_tokens: tokens that the text encoder reads a square reference image as; 0 if it does not see them. An
-            encoder that does sees them beside the negative prompt too, whose embedding then differs by prompt.
-        vllm_omni: how that engine computes the family; None where it cannot.
+        vision_tokens: tokens of a square reference image in the text encoder; 0 if the encoder does not read images. If
+            it does, it reads them with the negative prompt too, so that the negative embedding differs by prompt.
+        vllm_omni: facts about the family in that engine; None if the engine lacks it.
     """
 
     name: ClassVar[str]

@@ -24,18 +24,17 @@ MULTIPLE = 16  # of tokens: what matrix products and attention on a GPU are fast
 
 
 class PromptCache:
-    """Conditioning by prompt, kept in main memory; prompts of one key have that of the first of them in `prompts`.
+    """Conditioning by prompt, kept in main memory; prompts of one key share the row of the first of them.
 
     A negative prompt is encoded with the first prompts that have it, and stored once for all of them; but an encoder
-    that sees reference images reads it with those of each prompt. Of
-    text with a mask only the tokens that count are stored, and all rows are padded to the longest of `prompts`: the
-    mask hides the padding, but it would cost time.
+    that reads reference images reads it again with the images of each prompt. Text with a mask is stored without
+    padding, and rows are padded to the longest of `prompts` only, since padding costs time though the mask hides it.
 
-    If the embeddings of all `prompts` fit into `max_bytes` they are computed at once, in their order, those of one
-    negative prompt together, and in fixed chunks, and the text encoders are freed. Otherwise the encoders wait in main
-    memory, and each prompt is encoded when it is needed, alone; beyond `max_bytes` those that were not asked for the
-    longest are dropped, but none of the call that asks. Either way a prompt's embedding never depends on the batch that
-    asks for it.
+    If the embeddings of all `prompts` fit into `max_bytes`, they are computed at once, in order and in fixed chunks,
+    prompts with one negative prompt together, and the text encoders are freed. Otherwise the encoders wait in main
+    memory, and each prompt is encoded alone when it is needed; beyond `max_bytes` the least recently used rows are
+    dropped, except rows of the current call. Either way a prompt's embedding does not depend on the batch that asks for
+    it.
     """
 
     def __init__(

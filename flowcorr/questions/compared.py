@@ -1,10 +1,10 @@
 """Compares a rollout with the numbers that seeds, configuration and training stack give for it.
 
-Exact numbers are those of which seeds, schedule and configuration leave no choice. Each is an equality, so it holds in
-every precision of the weights, and a single training step decides it. Noise comes from generators that are seeded by
-(seed, training step, group, member), so it is drawn again here. The engine's step means need not be returned.
+Seeds, schedule and configuration determine some numbers exactly. Each of these is an equality, so it holds in every
+precision of the weights, and a single training step decides it. Noise comes from generators that are seeded by (seed,
+training step, group, member), so it is drawn again here. The engine need not return its step means.
 
-The others need the actor's scores, so that rounding is in them.
+Other numbers need the actor's scores, and include rounding.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Compared:
         rollout: the samples, with their members.
         actor: the training stack.
         training_step: seeded windows and noise.
-        given_scores: the actor's, with their means; None where it has not scored the rollout.
+        given_scores: the actor's, with their means; None if it has not scored the rollout.
     """
 
     rollout: Rollout
@@ -210,7 +210,7 @@ def velocity_gaps(means: Tensor, others: Tensor, still: Tensor) -> Tensor:
     Args:
         means: `[B, T, *L]`, step means.
         others: likewise.
-        still: likewise, those of a velocity of 0.
+        still: likewise, step means for a velocity of 0.
     """
     difference = mean_over_elements((means - others).double().square(), 2)
     whole = mean_over_elements((others - still).double().square(), 2)

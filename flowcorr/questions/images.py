@@ -17,7 +17,7 @@ def image_residuals(image: Tensor, decoded: Tensor) -> dict[str, Tensor]:
     """Residuals `[1]` or `[1, 3]` of an image `[1, ..., H, W, 3]` from `decoded`, its latents decoded here.
 
     Returns:
-        Those of `RESIDUALS` that begin with `image_`; NaN where an image is too plain to show a fault.
+        The `RESIDUALS` that begin with `image_`; NaN if an image is too plain to show a fault.
     """
     # One row a channel, of all frames.
     engine, own = (pixels.float().flatten(0, -4).permute(3, 0, 1, 2) for pixels in (image, decoded))

@@ -1,12 +1,11 @@
 """The noise that the rollout engine added to its SDE steps, as the actor sees it: `(x' - mean) / s`.
 
-The means are the actor's own, of the first forward pass that it makes of a batch anyway: that of the old log-probs, or
-in bypass mode the one before the first optimizer step. So no engine has to return its means. Both means differ by
-rounding and staleness, which the health rules allow for: rounding moves a mean by a share of what the velocity does.
+The means come from the actor's first forward pass on a batch: the old log-probs', or in bypass mode the last one before
+the first optimizer step. So no engine has to return its means. The actor's means differ from the engine's by rounding
+and staleness, and the health rules allow for that.
 
-The seeds give the noise that was to be added, so both are compared, too.
-
-Without its noise, a step leaves the difference of both means, of which `WindowResiduals` are made.
+The seeds give the noise that should have been added, so the two are compared. The step less its seeded noise is the
+difference of the two means, from which `WindowResiduals` are computed.
 """
 
 from __future__ import annotations
@@ -119,14 +118,14 @@ class WindowResiduals:
     Args:
         rollout: a training step's batch.
         noise: whether to measure the noise.
-        velocity: whether to measure the velocity: the scores have to be those of the weights that sampled.
+        velocity: whether to measure the velocity; the scores must come from the weights that sampled.
     """
 
     def __init__(self, rollout: Rollout, *, noise: bool, velocity: bool) -> None:
         self._noise, self._velocity = noise, velocity
         self._groups = rollout.group_ids.unique()
         self._common = rollout.window.latents.new_zeros(len(self._groups), rollout.num_elements)
-        # By residual `[G, C, 2]`: sums of residual x direction, and of direction^2. All ranks need those of velocities.
+        # By residual `[G, C, 2]`: sums of residual x direction, and of direction^2. All ranks need the velocity's.
         self._sums = {"velocity_length": self._common.new_zeros(len(self._groups), 1, 2, dtype=torch.float64)}
         self._num_terms = torch.zeros_like(self._groups)
 

@@ -66,10 +66,10 @@ class Repeated:
 
     Attributes:
         leg: of the rollout.
-        gap: `[B, *L]`, the rollout's latents at its end less those at which the training stack arrives.
-        way: `[B, *L]`, the way that the rollout's velocities took: from where the leg would end without velocity, which
-            is its start unless it has SDE steps; 0 for a sample without steps.
-        moves: by step of the schedule, how far the training stack's step took the latents `[B, *L]`.
+        gap: `[B, *L]`, the rollout's latents at the end of the leg less the training stack's.
+        way: `[B, *L]`, the movement by the rollout's velocities: its end less the end without velocity, which is the
+            start unless the leg has SDE steps; 0 for a sample without steps.
+        moves: by step of the schedule, the movement of the latents `[B, *L]` by the training stack's step.
     """
 
     leg: Leg

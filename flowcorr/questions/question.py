@@ -1,8 +1,8 @@
 """Questions about an engine's samples: a number, the largest healthy one, and the remedy of a larger one.
 
 A training step asks them of its batch, a replay of single images, and the doctor of an engine at hand or of captured
-samples. The table is read without torch: numbers are those of a `Compared`, and of `noise`, `outside`, `images` and
-`replay` where they come part by part or take passes of the model.
+samples. The table is read without torch. A `Compared` computes most numbers; `noise`, `outside`, `images` and `replay`
+compute numbers that come part by part or take passes of the model.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Question:
         name: of the health rule; of a question of one's own, of the doctor's check as well.
         what: the number in words.
         limit: the largest healthy number.
-        remedy: what to do about a larger one.
-        metric: under which training logs it; by default `rollout/` with the name.
-        number: of a rollout, `[B, ...]`. Booleans are samples at fault, of which their share is logged; of numbers, the
-            largest is. None where the rollout lacks what it takes. Without a function, the number is computed part by
+        remedy: advice for a larger number.
+        metric: the name under which training logs it; by default `rollout/` with the name.
+        number: computes it of a rollout, `[B, ...]`: of booleans (samples at fault) the share is logged, of numbers the
+            largest. It returns None if the rollout lacks its inputs. Without a function, the number is computed part by
             part or in replays.
     """
 

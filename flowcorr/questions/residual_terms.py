@@ -2,8 +2,8 @@
 
 A residual is projected on the change that a fault makes: on the step noise for noise of another size, on the velocity
 for a velocity of another length. One prompt of one training step gives one term, as the images of a prompt share
-latents and so their rounding. Of the mean of these terms, a confidence sequence holds after all training steps at once,
-however often it is looked at: its lower end is what chance cannot explain, its upper end what may still hide.
+latents and so their rounding. A confidence sequence of the mean of these terms holds after all training steps at once,
+however often it is looked at: chance does not explain its lower end, and a fault up to its upper end may still hide.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Prompt:
         text: the prompt that the model gets.
         images: the reference images that an editing model gets with it.
         negative_prompt: the text that guidance moves away from; None for `sampling.negative_prompt`.
-        target: what a reward looks for in the image, such as the words to render.
+        target: text that a reward looks for in the image, such as the words to render.
         tag: its kind, by which `reward.terms` may choose prompts.
         metadata: further fields of the data file, for a user's own reward.
         place: file and line that it was read from, for messages.

@@ -68,13 +68,13 @@ class Rollout:
         group_ids: `[B]` int64; samples of one prompt share one.
         policy_versions: `[B]` int64, optimizer steps behind the weights that sampled.
         members: `[B]` int64, the place of each sample within its group, which seeds its noise; the trainer sets it.
-        worker_ids: `[B]` int64, the Ray worker that sampled, or None where there is one engine.
+        worker_ids: `[B]` int64, the Ray worker that sampled; None with a single engine.
         conditioning: `[G, ...]` tensors that the model family feeds to its transformer, one row a prompt.
-        conditioning_rows: `[B]` int64, the row of each sample; None only where there is no conditioning.
-        images: of each sample, or None where nothing was decoded.
+        conditioning_rows: `[B]` int64, the row of each sample; None only without conditioning.
+        images: of each sample; None if nothing was decoded.
         final_latents: `[B, *L]` float32, the latents that were decoded, or None likewise.
-        finite_images: `[B]` bool, whether the decoder's pixels were finite before they became integers. None where
-            nothing was decoded, or the engine does not know; the trainer then decodes `final_latents` itself.
+        finite_images: `[B]` bool, whether the decoder's pixels were finite before they became integers. None if nothing
+            was decoded, or the engine does not know; the trainer then decodes `final_latents` itself.
     """
 
     window: Window
@@ -217,10 +217,10 @@ class ActorBatch:
         rollout: the trajectories.
         advantages: `[B]` float32, or float64 as the trainer's are.
         old_log_probs: `[B, T]`, nats per latent element under the proximal policy; None before it is known.
-        old_means: `[B, T, *L]`, the step means of the policy of `old_log_probs`, where the loss needs them.
+        old_means: `[B, T, *L]`, the step means of the policy of `old_log_probs`, or None unless the loss needs them.
         rollout_is_weights: `[B, T]` detached weights that multiply the loss, or None.
-        keep: `[B, T]` bool, False where a term was rejected, or None.
-        places: `[B, T]` int64, where each term stood in the flattened batch that this one was cut from, or None.
+        keep: `[B, T]` bool, False for rejected terms, or None.
+        places: `[B, T]` int64, index of each term in the flattened batch that this one was cut from, or None.
     """
 
     rollout: Rollout
@@ -281,22 +281,22 @@ class Terms:
     Log-probs and exact KLs are in nats per latent element.
 
     Attributes:
-        log_prob: of the current policy, differentiable; before it was scored, that of the old policy.
+        log_prob: of the current policy, differentiable; of the old policy until the current one was scored.
         old_log_prob: of the old policy, which anchors the ratio.
         rollout_log_prob: of the rollout policy.
-        advantage: one a sample, expanded over `T` where there is one.
-        std: full standard deviation of the step; NaN where it is not known.
+        advantage: one a sample, expanded over `T` in windows.
+        std: full standard deviation of the step; NaN if unknown.
         step: `sigma - sigma_next`.
         step_index: int64, the step's place in the schedule.
         sigma: noise level before the step, or None.
-        worker: int64, the Ray worker that sampled, or None where there is one engine.
+        worker: int64, the Ray worker that sampled; None with a single engine.
         old_kl, reference_kl: exact KL of the current policy from the old and the reference policy, differentiable; NaN
-            where a mean is not finite, and None where it is not known.
-        rollout_kl: likewise from the rollout policy, differentiable where score centering reads it.
+            if a mean is not finite, and None if unknown.
+        rollout_kl: likewise from the rollout policy, differentiable if score centering reads it.
         old_rollout_kl: likewise of the old policy from the rollout policy, without a gradient.
         weight: detached importance weights, or None for 1.
-        keep: bool, False where a term takes no part, or None for all.
-        num_elements: `D`, or None where it is not known.
+        keep: bool, False for terms that take no part, or None for all.
+        num_elements: `D`, or None if unknown.
     """
 
     log_prob: Tensor
@@ -352,7 +352,7 @@ class LossOutput:
         loss_sum: 0-d, differentiable, the sum over kept terms.
         count_all: 0-d, valid terms, kept or not.
         count_kept: 0-d, terms that entered the sum.
-        metrics: `actor/*`, what describes the update.
+        metrics: `actor/*` metrics of the update.
         correction_metrics: `rollout_corr/*` of the correction inside the loss; empty outside bypass mode.
     """
 

@@ -30,8 +30,8 @@ def log_prob(
         next_latents: `[B, *L]` or `[B, T, *L]`, like `transition.mean`; half precision is promoted.
         transition: the step's distribution.
         include_normalizer: whether `-log s - log(2 pi) / 2` is added. It cancels in every ratio of one step.
-        cps_unscaled: return `mean_L(-(x' - mean)^2)`, which is no density: what published Flow-CPS code
-            calls a log-probability, for runs that must agree with it.
+        cps_unscaled: return `mean_L(-(x' - mean)^2)`. Published Flow-CPS code calls this a log-probability, though it
+            is no density; for runs that must agree with that code.
 
     Returns:
         `[B]` or `[B, T]`, nats per latent element.
@@ -89,7 +89,7 @@ def step_kl(mean: Tensor, other_mean: Tensor, std: Tensor) -> Tensor:
         std: `[B]` or `[B, T]`.
 
     Returns:
-        Like `std`, nats per latent element; NaN, without a gradient, where a mean is not finite or `std` is 0.
+        Like `std`, nats per latent element; NaN without a gradient if a mean is not finite or `std` is 0.
 
     Raises:
         BatchError: shapes differ.
@@ -114,23 +114,23 @@ def centred_log_prob(
     *,
     cps_unscaled: bool = False,
 ) -> Tensor:
-    """A log-prob to the bit, with the gradient of its score less the score's mean under the rollout policy.
+    """Centre the score of a log-prob: subtract its mean under the rollout policy from the gradient, not the value.
 
-    Under a rollout policy `q` that is not the current one, the score has the mean
-    `E_q[grad log p] = mean_L((mu_q - mu) / s^2 . grad mu)`, which pulls the policy towards the engine's or away from it
-    whatever was rewarded. Less that mean it is `mean_L((x' - mu_q) / s^2 . grad mu)`: the gradient at the engine's
-    policy. The states that the engine visits stay its own, so it is centred, and not unbiased. Source: score centering,
-    arXiv:2609.20807, for Gaussian steps whose std does not depend on the weights.
+    Under a rollout policy `q` other than the current one, the score has the mean
+    `E_q[grad log p] = mean_L((mu_q - mu) / s^2 . grad mu)`. It pulls the policy towards the engine's or away from it,
+    for any reward. The centred score is `mean_L((x' - mu_q) / s^2 . grad mu)`, the gradient at the engine's policy. It
+    is not unbiased, since the states remain the ones that the engine visits. Source: score centering, arXiv:2609.20807,
+    for Gaussian steps with a std that does not depend on the weights.
 
     Args:
         log_prob: `[B]` or `[B, T]`, from `log_prob`, differentiable.
         mean: `[B, *L]` or `[B, T, *L]`, step means of the current policy, differentiable.
-        rollout_mean: like `mean`, those of the policy that sampled.
+        rollout_mean: like `mean`, of the policy that sampled.
         std: like `log_prob`, full standard deviations.
         cps_unscaled: as `log_prob` was called.
 
     Returns:
-        Like `log_prob`; NaN where a mean is not finite.
+        Like `log_prob`, equal to the bit; NaN if a mean is not finite.
 
     Raises:
         BatchError: shapes differ.
