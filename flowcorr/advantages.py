@@ -128,6 +128,7 @@ def _scale(values: Tensor, centred: Tensor, groups: Tensor, counts: Tensor, std:
         everything = gather_rows(values, "the rewards of a step")
         return everything.std() if everything.numel() > 1 else values.new_ones(())
     squares = _sum_by_group(centred.square(), groups, counts)
+    # n - 1: the deviations are from the group's own mean. A group of one has none, and gets 0 by `equal` in any case.
     return torch.sqrt(squares / (counts - 1).clamp(min=1))[groups]
 
 

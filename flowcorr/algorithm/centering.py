@@ -132,6 +132,7 @@ def mean_weight(
     Returns:
         `E[min(w, cap)]` and `E[w; w < cap]`, like `kl`.
     """
+    # Mean of a log-normal weight; the partial mean below the cap has the same form with a shifted normal integral.
     mean, std = -exponent * kl, exponent * (2 * kl / num_elements).sqrt()
     whole = (mean + std.square() / 2).exp()
     if math.isinf(cap):
@@ -143,11 +144,11 @@ def mean_weight(
 
 
 def score_drift(batch: ActorBatch, num_steps: int | None = None) -> Metrics:
-    """How much of the gradient in the step means is the drift that centering takes away: a share of squares.
+    """Share of the gradient in the step means that is drift, which centering takes away, by squared lengths.
 
-    Of each group and step of the schedule, with `z` the step noise that the rollout's mean leaves:
-    `|sum_i A_i (mu_q - mu_old) / s|^2` beside `|sum_i A_i z|^2`. Advantages of mean 0 cancel what the images of a group
-    have in common, which is all of it where they share the state.
+    For each group and step of the schedule, it compares the drift `|sum_i A_i (mu_q - mu_old) / s|^2` with the signal
+    `|sum_i A_i z|^2`, where `z` is the step noise around the rollout's mean. Advantages of mean 0 cancel the drift that
+    a group's images have in common: all of it if they share the state.
 
     Args:
         batch: with advantages; step means of both policies, or nothing is measured.

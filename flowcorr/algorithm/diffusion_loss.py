@@ -49,6 +49,7 @@ def diffusion_loss(
         BatchError: shapes differ, a KL is missing, or a user's loss returns something other than a `LossOutput`.
     """
     measured = Metrics()
+    # Decoupled mode corrected the whole batch before the update; its weights and mask are in `terms` already.
     if correction_config.mode == "bypass":
         if not sees_windows(actor_config, correction_config):
             terms = terms.per_term()
@@ -57,6 +58,7 @@ def diffusion_loss(
         )
     loss = loss_of(actor_config, correction_config)
     if correction_config.score_centering:
+        # After the correction, since the mean to subtract is the mean of the weighted score.
         terms = centred(terms, correction_config, loss, cps_unscaled=cps_unscaled)
     output = loss.objective(terms, actor_config)
     if problem := _problem_of(output, terms):

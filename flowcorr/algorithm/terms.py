@@ -44,6 +44,7 @@ def batch_terms(
     )
     if scores is None:
         return replace(terms, old_rollout_kl=exact_kl(batch.old_means, window.means, window.stds))
+    # Only KLs that a loss differentiates keep the means' graph: it holds latents of every step until the backward pass.
     means, stds = scores.means, scores.stds
     detached = None if means is None else means.detach()
     return replace(

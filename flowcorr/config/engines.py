@@ -19,7 +19,7 @@ class Engine:
         own_processes: whether it samples in processes of its own, which have GPUs of their own.
         takes_probe: whether it is built with the actor's velocity at one point, to compare its own after each sync.
         takes_options: whether it reads `rollout.engine`.
-        compiles: whether its transformer is compiled, and computes adapters beside the weights unless
+        compiles: whether its transformer is compiled, and computes adapters apart from the weights unless
             `rollout.engine.weight_sync` is `merged`.
         sleeps: whether `rollout.engine.enable_sleep_mode` takes it off its GPU while the actor trains.
         extra: the extra of flowcorr that it needs, and the package of that name.
@@ -63,8 +63,7 @@ def trains_coarser(config: Config, engine: Engine | None) -> bool:
 
     Args:
         config: the run's.
-        engine: the row of `rollout.name`; None where it is not known, which counts as an engine with a model of its
-            own.
+        engine: the row of `rollout.name`; None if unknown, which counts as an engine with a model of its own.
     """
     own_model = engine is None or engine.own_processes
     merges = config.rollout.engine.get("weight_sync") == "merged"  # it then gets the dequantized weights

@@ -123,20 +123,22 @@ def compute_rollout_correction_and_rejection_mask(
     scale = scale_factor(log_ratio_scale, num_elements)
     num_steps = _schedule_length(step_indices, num_steps)
 
-    # The drift
+    # The drift: all log-ratios in float64, and 0 at masked terms, so that no later exp, sum or maximum sees them.
     ratios = log_ratios(target_log_prob, rollout_log_prob, mask, step_kl, scale=scale)
     stats = describe.of_drift(ratios)
     if step_kl is not None and num_elements is not None:
         stats |= describe.of_bookkeeping(ratios, num_elements)
 
-    # Importance weights
+    # Importance weights: the expectation under the target policy is the rollout's expectation of `weight * loss`. The
+    # cap trades the variance of large weights for a bias.
     weights = None
     if rollout_is is not None:
         raw = raw_weights(rollout_is, ratios)
         weights = capped(raw, cap)
         stats |= describe.of_weights(ratios, raw, weights, band_of(cap))
 
-    # Rejection
+    # Rejection: a term is dropped, and the loss divided by what remains. A weight of a whole trajectory, or a criterion
+    # on one, is unknown if one of its steps is not finite, so the whole sample goes.
     keep = ratios.valid
     weighs_samples = rollout_is in ("sequence", "geometric") and rollout_is_apply
     if weighs_samples or any(criterion.mode.level == "sample" for criterion in criteria):
@@ -151,7 +153,7 @@ def compute_rollout_correction_and_rejection_mask(
         floor = ratios.floor(num_elements)
         ratios, criteria = _measured(ratios, criteria, floor, scale, step_indices, num_steps, group)
     for criterion in criteria:
-        # A user's mode may divide by zero.
+        # A user's mode may divide by zero at masked terms; a NaN would fail both comparisons and count as rejected.
         value = torch.where(_judged_terms(criterion, ratios).where, _value(criterion, ratios), 0.0)
         inside = (value >= criterion.lower) & (value <= criterion.upper)
         rejected = ratios.valid & ~(inside if criterion.mode.level == "step" else inside[:, None])
@@ -169,6 +171,7 @@ def compute_rollout_correction_and_rejection_mask(
     if weights is not None and rollout_is_batch_normalize:
         mean_weight = stats["rollout_is_mean" if rollout_is == "token" else "rollout_is_seq_mean"]
         metrics["rollout_corr/rollout_is_batch_norm_factor"] = mean_weight
+        # Self-normalised weights have the mean 1: they re-weigh terms and leave the size of the loss as it was.
         weights = weights / batch_mean(mean_weight, group)
     applied = weights.float() if weights is not None and rollout_is_apply else None
     return Correction(weights=applied, keep=keep, metrics=Metrics.from_stats(metrics))

@@ -18,5 +18,6 @@ def k3(delta: Tensor) -> Tensor:
 
     Source: Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html.
     """
+    # expm1: k3 is about delta^2 / 2, and `exp(delta) - 1 - delta` would lose its digits to cancellation.
     exponent = bounded(delta)
     return exponent.expm1() - exponent + (delta - exponent).abs()

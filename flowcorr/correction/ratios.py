@@ -47,6 +47,7 @@ class LogRatios:
 
     def resolution(self) -> Tensor:
         """4 float32 ulps of the larger log-prob, `[B, T]`: differences below it are rounding."""
+        # Log-probs arrive in float32: numbers of this size are 2^(exponent - 24) apart, and differences are no finer.
         size = torch.maximum(self.rollout.abs(), (self.rollout + self.delta).abs())
         _, exponent = torch.frexp(size)
         return torch.ldexp(torch.full_like(size, 4.0), exponent - 24)

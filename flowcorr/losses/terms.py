@@ -168,6 +168,8 @@ def pool_log_ratio(log_ratio: Tensor, keep: Tensor, level: RatioLevel) -> Tensor
             f"actor.ratio_level={level} needs whole windows [b, T], not shape {list(log_ratio.shape)}; set "
             "algorithm.rollout_correction.bypass_scope=trajectory or actor.ratio_level=step"
         )
+    # Steps form a Markov chain, so the window's log-ratio is the sum over its steps; the mean keeps a step's scale, and
+    # with it the clip range. Every step holds the pooled value and gets its gradient.
     total = torch.where(keep, log_ratio, 0.0).sum(1, keepdim=True)
     if level == "trajectory_mean":
         total = total / keep.sum(1, keepdim=True).clamp(min=1)
@@ -219,6 +221,7 @@ def ratio_stats(
             negative advantage still have a gradient there.
         below: bool, likewise below it, and with a positive advantage.
     """
+    # Float64: in float32, a ratio of 1 + 1e-5 keeps two digits of its distance from 1.
     kept = Over(terms.keep)
     ratio = exp_ratio(torch.where(terms.keep, log_ratio.detach(), 0.0).double())
     stats = {

@@ -35,7 +35,7 @@ class Leg:
         begin: `[B, *L]`, the rollout's latents at its start.
         end: `[B, *L]`, the rollout's latents at its end.
         first: `[B]` int64, the first step of each sample.
-        stop: `[B]` int64, the step before which each sample ends: `first` where it has no step in the leg.
+        stop: `[B]` int64, one more than the last step of each sample; `first` for a sample without a step in the leg.
     """
 
     name: LegName
@@ -79,9 +79,9 @@ class Repeated:
 
 
 def errors_by_leg(repeated: Iterable[Repeated]) -> dict[LegName, tuple[Tensor, Tensor]]:
-    """Of the legs of each name together, the gap as a share of the way: `[b]`, and the samples `[b]` that have steps.
+    """Gap by leg's name as a share of the way, `[b]`, with the samples `[b]` that have steps.
 
-    Names of which no sample has a step are left out.
+    A name without such a sample is left out.
     """
     squares: dict[LegName, Tensor] = {}
     for part in repeated:
@@ -96,9 +96,9 @@ def errors_by_leg(repeated: Iterable[Repeated]) -> dict[LegName, tuple[Tensor, T
 def window_units(window_gaps: Tensor, usual_gap: float) -> Tensor:
     """`[B]`: the unit of the errors outside the window.
 
-    Rounding moves every step a little, in the window and outside. So the unit is the gap inside the window, which the
-    ratio sees: errors are about 1 whatever the precision, the guidance and the model. A gap inside the window that no
-    precision explains is no unit: the largest one that the precision explains takes its place.
+    Rounding moves every step a little, in the window and outside. So the unit is the gap inside the window, and errors
+    are about 1 for any precision, guidance and model. If the gap inside the window is larger than the precision
+    explains, the largest explained gap is the unit.
 
     Args:
         window_gaps: `[B]`, relative errors of the velocity in the window.

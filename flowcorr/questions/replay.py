@@ -49,7 +49,7 @@ _ROUNDING = 1e-6  # relative: stored scores may be float32
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Replay:
-    """How far one image is from its replay.
+    """Differences of one image from its replay.
 
     Attributes:
         window: `[1]`, relative error of the velocity in the SDE window.
@@ -77,7 +77,8 @@ def replay_images(
 ) -> tuple[list[Replay], WindowResiduals]:
     """Replay each image of a rollout under the weights that sampled it.
 
-    One by one: whatever their windows, all ranks make equally many forward passes, as sharded weights need.
+    Images are replayed one by one, so that all ranks make equally many forward passes for any windows, as sharded
+    weights need.
 
     Args:
         actor: the training stack.
@@ -86,7 +87,7 @@ def replay_images(
         training_step: seeded its noise.
 
     Returns:
-        A replay of each image, and the residuals of their windows, whose metrics all ranks have to compute together.
+        A replay of each image, and the residuals of their windows; all ranks have to compute their metrics together.
 
     Raises:
         BackendError: `history` lacks a version that sampled, or images are of another size.

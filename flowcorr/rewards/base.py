@@ -33,11 +33,11 @@ class RewardOutput:
     """The scores of one batch.
 
     Attributes:
-        scores: `[B]` float64, the numbers that the policy is trained on; not finite where a sample failed.
-        extra: `[B]` float64 arrays that are only logged, such as `exact_match`; NaN where a sample has none, and an
-            infinite one makes it fail.
+        scores: `[B]` float64, the numbers that the policy is trained on; not finite for failed samples.
+        extra: `[B]` float64 arrays that are only logged, such as `exact_match`; NaN for samples without the number, and
+            an infinite number makes a sample fail.
         terms: `[B]` float64, the score of each term of a sum, before its weight.
-        errors: why a sample failed, by its place in the batch; a reward that knows says it here.
+        errors: reasons for failed samples, by their places in the batch, as far as the reward knows them.
     """
 
     scores: np.ndarray
@@ -86,8 +86,8 @@ class Reward(Protocol):
     """A function, or an instance of a class, that scores images or videos.
 
     Attributes:
-        overlaps: `True`: it scores each image by itself, in whatever thread and company, and spends its time where
-            Python's interpreter lock is released, so that other work goes on.
+        overlaps: `True`: a score does not depend on the thread or on other images, and scoring mostly releases Python's
+            interpreter lock, so that other work goes on.
         computes_on_gpu: `True`: it computes a CLIP model on a GPU, if its process sees one and its option `device` is
             not `cpu`.
         takes_videos: `True`: it scores videos; others get images of them, see `reward.terms[].frames`. Either way it
@@ -136,10 +136,9 @@ def score_batch(
 ) -> tuple[RewardOutput, np.ndarray]:
     """Score a batch, and find the samples that cannot be scored.
 
-    Where the call for the whole batch raises, samples are scored one by one to find those that are to blame.
-    A mistake in the set-up (a missing target, a missing package, scores of the wrong shape) always raises, and so
-    does a `BackendError`, and an error of the network: a service that is down would fail for every sample, each time
-    after all its retries.
+    If the call for the whole batch raises, samples are scored one by one to find the ones at fault. A mistake in the
+    set-up (a missing target, a missing package, scores of the wrong shape) always raises, and so do a `BackendError`
+    and an error of the network: a service that is down would fail for every sample, each time after all its retries.
 
     Args:
         reward: the reward.
@@ -149,7 +148,7 @@ def score_batch(
         broken: places of samples without a picture, which have failed already, see `report_broken`.
 
     Returns:
-        The output, NaN where a sample failed, and `[B]` bool, True where it did.
+        The output, with NaN for failed samples, and `[B]` bool, True for failed samples.
 
     Raises:
         BackendError: a sample failed under `fail`; the message names sample, prompt, reward and cause. Or a

@@ -15,14 +15,13 @@ from flowcorr.rewards.combine import label_of
 
 
 def training_scores(output: RewardOutput, terms: Sequence[RewardTerm], group_ids: Tensor) -> Tensor:
-    """The scores that advantages are taken of: `sum_k weight_k * reward_k`, each term normalised as it asks.
+    """Scores for advantages: `sum_k weight_k * reward_k`, with each term normalised by its `normalize`.
 
     `normalize: group` makes a term `(reward - mean of its group) / (std of its group)` before it is weighted and
-    summed, so that its weight says how much it counts whatever its unit and spread: with
-    `algorithm.advantage_std: global` these are the advantages of GDPO, arXiv:2601.05242, section 3, and so are those
-    of several rewards in DanceGRPO, arXiv:2505.07818, but for the last division. `global` divides by the std of all
-    rewards of the step. Raw scores are what is logged and evaluated, since a normalised one has mean 0 by
-    construction.
+    summed, so that its unit and spread do not change how much it counts. With `algorithm.advantage_std: global` this
+    gives the advantages of GDPO, arXiv:2601.05242, section 3, and, except for the last division, DanceGRPO's for
+    several rewards, arXiv:2505.07818. `global` divides by the std of all rewards of the step. Logs and evaluations use
+    raw scores, since a normalised score has mean 0 by construction.
 
     Args:
         output: the scores of a `WeightedSum`, of samples that did not fail.
@@ -30,7 +29,7 @@ def training_scores(output: RewardOutput, terms: Sequence[RewardTerm], group_ids
         group_ids: `[B]`; samples of one prompt share one.
 
     Returns:
-        `[B]` float64, on the device of `group_ids`; the output's scores where no term is normalised.
+        `[B]` float64, on the device of `group_ids`; the output's own scores if no term is normalised.
     """
     device = group_ids.device
     if all(term.normalize == "none" for term in terms):

@@ -21,10 +21,10 @@ CLOSE_TIMEOUT = 5.0  # seconds that the end of a run waits for the call that is 
 class ThreadReward:
     """A `Reward` that computes another one in its own thread.
 
-    It runs beside other work as far as the reward releases Python's interpreter lock: onnxruntime, PIL and HTTP do.
+    Other work goes on while the reward releases Python's interpreter lock, as onnxruntime, PIL and HTTP do.
 
     Args:
-        reward: what the thread computes.
+        reward: the reward that the thread computes.
     """
 
     def __init__(self, reward: WeightedSum) -> None:
@@ -79,8 +79,8 @@ class _Call:
 class ScoredAhead:
     """A reward that scores images as they are decoded; `score_batch` calls it like any other.
 
-    The first call waits for the scores. If a part failed, all images are scored again by one call, as if nothing had
-    been scored ahead: failures and their messages are those of a reward in the trainer's own thread.
+    The first call waits for the scores. If a part failed, all images are scored again by one call, so that failures and
+    their messages are the same as for a reward in the trainer's own thread.
 
     Args:
         reward: scores the images.
@@ -100,9 +100,9 @@ class ScoredAhead:
             self._scores.append(self._reward.submit(images[: len(prompts)].cpu().numpy(), prompts))
 
     def __call__(self, images: ImageArray, prompts: list[Prompt]) -> RewardOutput:
-        """The scores of images, as they were scored ahead if these are all samples.
+        """Return the scores that were computed ahead if `images` are all samples; otherwise score the images now.
 
-        Where a sample has no picture, the others are scored again, without it.
+        So if a sample has no picture, the others are scored again.
         """
         scores, self._scores = self._scores, []
         if scores and len(prompts) == self._num_samples:

@@ -55,19 +55,18 @@ class VlmJudge:
     `transcribe` lets it read the text in the image and scores the edit similarity with the prompt's target, as the
     reward `ocr` does; logs `exact_match`. `score` lets it give a number within `score_range`, mapped onto 0..1.
     Each image is a request of its own, at temperature 0, so that no score depends on the batch. The last JSON object
-    of the answer that has the key counts, so that a model may reason first, but none in its thoughts
-    (`<think>...</think>`). An answer without it fails its image alone, and is not asked for again: at temperature 0 it
-    would be the same. So does an answer that is cut off, in its thoughts or by `max_tokens`, and a status 400, 413 or
-    422, as of a content filter that refuses an image. In mode `score`, a prompt's reference images are sent before the
-    image, at its size.
+    with the key counts, outside the model's thoughts (`<think>...</think>`), so that a model may reason first. An image
+    fails alone if its answer has no such object, or is cut off by `max_tokens` or within thoughts, or if the status is
+    400, 413 or 422, as of a content filter. It is not asked again: at temperature 0 the answer would be the same. In
+    mode `score`, a prompt's reference images are sent before the image, at its size.
 
     Attributes:
-        base_url: what `/chat/completions` is appended to, such as `http://localhost:8000/v1`.
+        base_url: the address without `/chat/completions`, such as `http://localhost:8000/v1`.
         model: the name that the endpoint knows the model by.
         mode: `transcribe` or `score`.
-        template: the question, with `{prompt}`, `{target}`, `{low}`, `{high}` where they belong; null takes
-            `TEMPLATES[mode]`, or that of an edit where the prompt has reference images. It must ask for
-            `{"text": "..."}` or `{"score": number}`.
+        template: the question, with the fields `{prompt}`, `{target}`, `{low}`, `{high}`; null takes `TEMPLATES[mode]`,
+            or the one for edits if the prompt has reference images. It must ask for `{"text": "..."}` or
+            `{"score": number}`.
         score_range: lowest and highest score; an answer outside fails its image.
         max_tokens: of an answer, its thoughts included.
         concurrency: requests at a time.

@@ -29,14 +29,14 @@ def ignore_images(images: Images) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Weights:
-    """The trained weights at one moment.
+    """A version of the trained weights.
 
     Attributes:
         version: optimizer updates behind them.
         tensors: the trained parameters by name: the adapter's, or all of the transformer's. None of them for an engine
             that samples with the trained transformer itself.
-        probe_velocity: the actor's velocity under them at the probe's point, for an engine that is beside no actor; see
-            `flowcorr.rollout.vllm_omni.probe`.
+        probe_velocity: the actor's velocity under them at the probe's point, for an engine in another process than the
+            actor; see `flowcorr.rollout.vllm_omni.probe`.
     """
 
     version: int
@@ -54,9 +54,9 @@ class RolloutEngine(Protocol):
 
     @property
     def history(self) -> Sequence[Weights]:
-        """The versions that a stale engine still has to sample with, oldest first, up to the newest.
+        """Versions that a stale engine still has to sample with, oldest first, up to the newest.
 
-        What sampled a batch is among them until the next `sync`.
+        The version that sampled a batch is kept until the next `sync`.
         """
 
     def restore(self, history: Sequence[Weights]) -> None:

@@ -14,9 +14,9 @@ from flowcorr.config.schema import Config
 def find_broken(
     latents: Sequence[Tensor], finite_images: Tensor, *, samples_in: str, decodes_in: str
 ) -> dict[int, str]:
-    """Why each sample without a picture has none, by its place in the batch.
+    """Reasons for samples without a picture, by their places in the batch.
 
-    A reward would score an arbitrary image of such a sample, so it fails like one that a reward cannot score.
+    A reward would score an arbitrary image of such a sample, so the sample fails as if its reward had failed.
 
     Args:
         latents: `[B, ...]` tensors of the trajectories.
@@ -40,10 +40,10 @@ def find_broken(
 
 
 def overflow(fault: str, computes_in: str) -> str:
-    """Why numbers are not finite, in words; float32 and bfloat16 have room for all that a healthy model computes.
+    """The reason for numbers that are not finite, in words; only float16 lacks the range for a healthy model.
 
     Args:
-        fault: what is wrong where the dtype is not.
+        fault: the other possible cause, in words, such as diverged weights.
         computes_in: key and value of the dtype, such as `model.dtype=float16`.
     """
     if computes_in.endswith("=float16"):

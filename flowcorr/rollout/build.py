@@ -46,18 +46,18 @@ def build_backend(
     base: nn.Module,
     probe: ActorProbe | None,
 ) -> RolloutEngine:
-    """The engine that `rollout.name` asks for, built by the function that its row names, with these arguments.
+    """Build the engine of `rollout.name`, by the function that its row names, with these arguments.
 
     Args:
         config: the run's configuration.
-        family: the pipeline, whose transformer has the adapter; it needs no text encoders.
+        family: the pipeline, with the adapter in its transformer; it needs no text encoders.
         merge: see `Merge`.
         base: the transformer before an adapter was added.
         probe: the actor's velocities, for an engine whose row `takes_probe`; else None.
 
     Raises:
-        ConfigError: the function cannot be imported, what it returns lacks methods of `RolloutEngine`, or the engine
-            cannot work with `config`.
+        ConfigError: the function cannot be imported, its result lacks methods of `RolloutEngine`, or the engine cannot
+            work with `config`.
     """
     path = resolve_engine(config.rollout.name).build
     build = import_target("rollout.name", path, "a function that builds an engine")
@@ -72,7 +72,7 @@ def build_backend(
 
 
 def as_rollout(answer: object) -> Rollout:
-    """The answer of an engine's `sample`.
+    """Check the answer of an engine's `sample`.
 
     Raises:
         BackendError: it is no `Rollout`.

@@ -28,8 +28,8 @@ CPU_TOKENS = 5000
 class InProcessEngine:
     """Samples in this process.
 
-    It shares the actor's transformer where both have the same precision and the engine is neither emulated
-    nor stale and `shares`; else it keeps a copy that `sync` fills with merged, rounded, possibly older weights.
+    It shares the actor's transformer if both have the same precision, and the engine `shares` and is neither emulated
+    nor stale. Otherwise it keeps a copy that `sync` fills with merged, rounded, possibly older weights.
 
     Args:
         family: the pipeline.
@@ -113,7 +113,7 @@ class InProcessEngine:
     def _batch_size(self, conditioning: Mapping[str, Tensor], images: int) -> int:
         """Default number of images in a forward pass: all of them, or as many as suit a CPU.
 
-        With several ranks it is all: shards of weights allow no pass that other ranks do not make.
+        With several ranks it is all of them, since sharded weights allow no pass of one rank alone.
         """
         if _device(self.transformer).type != "cpu" or distributed.world_size() > 1:
             return images

@@ -83,8 +83,9 @@ def sample_sde_window(
         schedule: the sigma table.
         sampling: transition, noise level, and the range of SDE steps outside the window.
         windows: `[B, T]` int64, each sample's SDE steps that are kept and scored, ascending.
-        noise: `(step index, rows)` -> standard normal noise `[b, *L]` of those `b` samples of the batch.
-        twins: a number for each sample, equal for those of the same initial noise and conditioning; None if none are.
+        noise: `(step index, rows)` -> standard normal noise `[b, *L]` of `b` samples of the batch.
+        twins: a number for each sample, equal for samples with the same initial noise and conditioning; None if there
+            are none.
         with_means: also keep the step means.
 
     Returns:
@@ -109,6 +110,7 @@ def sample_sde_window(
             drift = velocity(latents[chosen], fed[index].expand(len(first)), chosen)[places]
         else:
             drift = velocity(latents, fed[index].expand(len(latents)), slice(None))
+        # All samples take the Euler step; samples with an SDE step here overwrite theirs below.
         sigma, sigma_next = table[index].expand(len(latents)), table[index + 1].expand(len(latents))
         following = latents - over_elements(sigma - sigma_next, latents) * drift
         if members:

@@ -143,7 +143,7 @@ def _consecutive(key: tuple[int | str, ...], size: int, steps: range) -> list[in
 
 
 def _scattered(key: tuple[int | str, ...], size: int, steps: range) -> list[int]:
-    """Every step gets a random number; the window is the steps with the smallest ones."""
+    """Draw `size` steps without replacement: every step gets a random number, and the smallest ones win."""
     return sorted(sorted(steps, key=lambda step: stable_seed(*key, step))[:size])
 
 

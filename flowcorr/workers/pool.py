@@ -66,7 +66,7 @@ class WorkerPool:
         section: `rollout` or `reward`: the section of the configuration, for messages.
         build: makes the object; it is pickled to each worker, together with Python's module search path.
         num_workers: number of workers.
-        resources: what Ray reserves for each worker: `num_cpus`, `num_gpus`, `memory`, or custom resources.
+        resources: Ray resources reserved for each worker: `num_cpus`, `num_gpus`, `memory`, or custom ones.
         scheduling: `default`, `spread`, or a node's id.
         timeout: seconds for a task.
         address: see `flowcorr.workers.cluster.Cluster`; the main rank alone reads it.

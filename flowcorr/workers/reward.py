@@ -85,7 +85,7 @@ class RayReward:
         """Score each shard of a rollout as soon as it is sampled.
 
         Args:
-            shards: the answer to each shard, whose second value is its images.
+            shards: the answer to each shard: a rollout, and its images as the second value.
             prompts: for each shard, one prompt an image.
 
         Returns:
@@ -105,8 +105,8 @@ class RayReward:
 class _PendingReward:
     """The reward of samples that workers are already scoring.
 
-    The first call waits for these scores, if it is for all samples. If one failed, `score_batch` calls again with
-    single samples, which are scored anew. So are the others where a sample has no picture.
+    The first call waits for these scores, if it is for all samples. Other calls score anew: `score_batch` calls with
+    single samples after a failure, and without the samples that have no picture.
     """
 
     def __init__(self, reward: RayReward, scores: list[Future[Answer]], num_samples: int) -> None:
