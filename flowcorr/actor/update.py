@@ -21,13 +21,14 @@ from flowcorr.algorithm import diffusion_loss
 from flowcorr.algorithm.apply import sees_windows
 from flowcorr.algorithm.bands import MOST_REJECTED, MeasuredBands
 from flowcorr.algorithm.by_worker import by_worker
+from flowcorr.algorithm.score_drift import ScoreDrift, score_drift
 from flowcorr.algorithm.terms import batch_terms
 from flowcorr.config.schema import ActorConfig, Config
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.distributed import fsdp
 from flowcorr.losses import loss_of
 from flowcorr.metrics import Metrics, Stat, mean, total
-from flowcorr.records import ActorBatch, LossOutput, Rollout, Terms
+from flowcorr.records import ActorBatch, LossOutput, Rollout, Scores, Terms
 
 logger = logging.getLogger(__name__)
 
@@ -119,13 +120,17 @@ class PolicyOptimizer:
             for mini_batch in self.mini_batches(batch, training_step, epoch):
                 before = self.weights.version == first_version
                 first = before and epoch == 0
-                parts = self._backward(mini_batch, correction, filler_sample, observe if first else None)
+                parts = self._backward(
+                    mini_batch, correction, filler_sample, observe if first else None, first=first
+                )
                 scored += [replace(part, before=before, first=first) for part in parts]
                 gradient = self._clipped_gradient(parts)
                 metrics += [_loss_metrics(mini_batch, parts), self._step(gradient, correction)]
         first_parts = [part for part in scored if part.first]
         gap = self._gap_metrics(first_parts, correction, batch.rollout.num_elements)
-        return Update(metrics=Metrics.merged([*metrics, gap]), parts=scored)
+        steps = self.config.sampling.num_inference_steps
+        drifts = [score_drift(part.terms, steps) for part in first_parts if part.terms is not None]
+        return Update(metrics=Metrics.merged([*metrics, gap, *drifts]), parts=scored)
 
     def mini_batches(self, batch: ActorBatch, training_step: int, epoch: int) -> Iterator[ActorBatch]:
         """The batch in `mini_batches` parts of whole groups, which do not depend on the number of ranks."""
@@ -143,6 +148,8 @@ class PolicyOptimizer:
         correction: RolloutCorrectionConfig,
         filler_sample: Rollout,
         observe: Observe | None,
+        *,
+        first: bool,
     ) -> list[Part]:
         """Accumulate the gradient of a mini-batch's loss sum; a rank without samples adds zeros.
 
@@ -162,14 +169,17 @@ class PolicyOptimizer:
         dropped = torch.zeros_like(batch.advantages, dtype=torch.bool)
         while True:
             self.adamw.zero_grad()
-            parts, finite = self._losses(batch, learned, dropped, correction, observe)
+            drift = _score_drift_of(batch, correction) if first else None
+            parts, finite = self._losses(batch, learned, dropped, correction, observe, drift)
             if is_read:
                 with torch.no_grad():
-                    more, also = self._losses(batch, rest, dropped, correction, observe)
+                    more, also = self._losses(batch, rest, dropped, correction, observe, drift)
                 parts, finite = parts + more, finite & also
             if one_unit or (finite | dropped).all():
                 break
             dropped, observe = dropped | ~finite, None
+        if drift is not None:
+            parts = _with_squares(parts, drift)
         if not is_read:
             parts.append(Part(loss=_counted(batch, rest)))
         for _ in range(num_fillers):
@@ -194,6 +204,7 @@ class PolicyOptimizer:
         dropped: Tensor,
         correction: RolloutCorrectionConfig,
         observe: Observe | None,
+        drift: ScoreDrift | None,
     ) -> tuple[list[Part], Tensor]:
         """The loss of each micro-batch of the batch's `samples` `[b]`; its gradient is added to the others.
 
@@ -202,6 +213,7 @@ class PolicyOptimizer:
             samples: places in the batch.
             dropped: `[B]` bool, samples that are left out, because a forward pass of theirs was not finite.
             correction, observe: as in `update`.
+            drift: gets the terms, or None where their drift is not measured.
 
         Returns:
             The parts; and bool `[B]`, False for samples of the batch with a forward pass that is not finite.
@@ -230,6 +242,8 @@ class PolicyOptimizer:
                 if self.weights.sharded or loss.loss_sum.requires_grad:
                     (self.loss_scale.value * loss.loss_sum).backward()
                 loss = replace(loss, loss_sum=loss.loss_sum.detach())
+                if drift is not None:
+                    _add(drift, unit, scores, loss.keep)
                 parts.append(Part(loss=loss, terms=terms.detach(), places=unit.places))
         return parts, finite
 
@@ -357,6 +371,42 @@ def _fault(gradient: Gradient, mostly_rejected: bool) -> str:
     if not gradient.num_kept:
         return "every term was rejected, or its group dropped"
     return "" if math.isfinite(gradient.norm) else "the gradient is not finite"
+
+
+def _score_drift_of(batch: ActorBatch, correction: RolloutCorrectionConfig) -> ScoreDrift | None:
+    """Measures the drift of a mini-batch; None where the rollout returned no step means, or nothing is measured."""
+    window = batch.rollout.window
+    if correction.mode == "off" or window.means is None or not len(window.means):
+        return None
+    return ScoreDrift(batch.rollout.group_ids, window.step_indices)
+
+
+def _add(drift: ScoreDrift, unit: ActorBatch, scores: Scores, keep: Tensor | None) -> None:
+    """Add scored terms, of which `keep` are in the loss."""
+    window = unit.rollout.window
+    assert scores.means is not None, "`score` returns them"
+    assert window.means is not None, "else nothing is measured"
+    drift.add(
+        unit.rollout.group_ids,
+        window.step_indices,
+        unit.advantages,
+        next_latents=window.next_latents,
+        means=scores.means,
+        rollout_means=window.means,
+        stds=scores.stds.detach(),
+        keep=None if keep is None else keep.view_as(window.step_indices),
+    )
+
+
+def _with_squares(parts: Sequence[Part], drift: ScoreDrift) -> list[Part]:
+    """The parts with the squares of their terms' drift and signal, which are known once all are scored."""
+    told = []
+    for part, squares in zip(parts, drift.squares(), strict=True):
+        assert part.terms is not None, "its drift was added with its terms"
+        drift_square, gradient_square = (square.view_as(part.terms.log_prob) for square in squares)
+        terms = replace(part.terms, drift_square=drift_square, gradient_square=gradient_square)
+        told.append(replace(part, terms=terms))
+    return told
 
 
 def _loss_metrics(batch: ActorBatch, parts: Sequence[Part]) -> Metrics:

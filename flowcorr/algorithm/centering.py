@@ -29,10 +29,8 @@ from flowcorr.correction.bounds import SECTION, scale_factor
 from flowcorr.correction.exponents import bounded
 from flowcorr.errors import BatchError
 from flowcorr.losses import Loss
-from flowcorr.metrics import Metrics, mean
-from flowcorr.records import ActorBatch, Terms
+from flowcorr.records import Terms
 from flowcorr.sde import with_gradient_of
-from flowcorr.sde.transition import over_elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -141,41 +139,3 @@ def mean_weight(
     place = (math.log(cap) - mean) / torch.where(std > 0, std, 1e-300)
     below = whole * torch.special.ndtr(place - std)
     return below + cap * torch.special.ndtr(-place), below
-
-
-def score_drift(batch: ActorBatch, num_steps: int | None = None) -> Metrics:
-    """Share of the gradient in the step means that is drift, which centering takes away, by squared lengths.
-
-    For each group and step of the schedule, it compares the drift `|sum_i A_i (mu_q - mu_old) / s|^2` with the signal
-    `|sum_i A_i z|^2`, where `z` is the step noise around the rollout's mean. Advantages of mean 0 cancel the drift that
-    a group's images have in common: all of it if they share the state.
-
-    Args:
-        batch: with advantages; step means of both policies, or nothing is measured.
-        num_steps: steps of the schedule; None reads it off the batch.
-    """
-    window, old_means = batch.rollout.window, batch.old_means
-    if old_means is None or window.means is None or window.stds is None or not len(window.means):
-        return Metrics()
-    advantages = batch.advantages[:, None].expand_as(window.stds)
-    if batch.keep is not None:
-        advantages = torch.where(batch.keep, advantages, 0.0)
-    per_std = over_elements(advantages / window.stds, window.means)
-    count = int(window.step_indices.max()) + 1 if num_steps is None else num_steps
-    parts = []
-    for difference in (window.means - old_means, window.next_latents - window.means):
-        terms = (per_std * difference).nan_to_num(0.0, 0.0, 0.0).flatten(2).double()
-        squares = terms.new_zeros(count)
-        for group in batch.rollout.group_ids.unique():
-            rows = batch.rollout.group_ids == group
-            sums = terms.new_zeros(count, terms.shape[2])
-            sums.index_add_(0, window.step_indices[rows].flatten(), terms[rows].flatten(0, 1))
-            squares += sums.square().sum(1)
-        parts.append(squares)
-    drift, signal = parts
-    return Metrics.from_stats(
-        {
-            "rollout_corr/score_drift": mean(drift.sum(), signal.sum()),
-            "rollout_corr/step_{}/score_drift": mean(drift, signal),
-        }
-    )

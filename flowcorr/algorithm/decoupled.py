@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flowcorr.algorithm.apply import correct
-from flowcorr.algorithm.centering import score_drift
 from flowcorr.algorithm.terms import batch_terms
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import RolloutCorrectionConfig
@@ -58,4 +57,4 @@ def apply_rollout_correction_to_diffusion_batch(
     corrected = replace(
         batch, advantages=terms.advantage[:, 0], rollout_is_weights=terms.weight, keep=terms.keep
     )
-    return corrected, metrics.merge(score_drift(corrected, num_steps))
+    return corrected, metrics

@@ -65,7 +65,7 @@ def diffusion_loss(
         raise BatchError(f"actor.loss_mode={actor_config.loss_mode!r} returned {problem}")
     if actor_config.kl_coef and terms.reference_kl is not None:
         output = _with_reference_kl(output, terms, terms.reference_kl, actor_config)
-    return replace(output, correction_metrics=measured)
+    return replace(output, correction_metrics=measured, keep=terms.keep)
 
 
 def _problem_of(output: object, terms: Terms) -> str:

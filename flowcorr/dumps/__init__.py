@@ -80,6 +80,8 @@ class DumpedTerms:
         old_rollout_kl: exact KL of the old policy from the rollout policy.
         current_old_kl: exact KL of the current policy from the old policy.
         current_rollout_kl: exact KL of the current policy from the rollout policy.
+        drift_squares, gradient_squares: squares of the drift and of the signal in the gradient of the term's group and
+            step, over the number of its terms, see `flowcorr.algorithm.drift_squares`; NaN if not measured.
         num_elements: `D`.
         version: of the trainer's weights when the step began, counted as `policy_versions` are.
         bypass: whether the step was in bypass mode.
@@ -102,6 +104,8 @@ class DumpedTerms:
     old_rollout_kl: Tensor | None = None
     current_old_kl: Tensor | None = None
     current_rollout_kl: Tensor | None = None
+    drift_squares: Tensor | None = None
+    gradient_squares: Tensor | None = None
     num_elements: int | None = None
     version: int | None = None
     bypass: bool = False
@@ -145,6 +149,8 @@ class StepFields(TypedDict, total=False):
         sigmas: `[B, T]` or `[T]`, noise levels before the steps.
         stds: `[B, T]` or `[T]`, full standard deviations of the steps.
         old_rollout_kl: `[B, T]`, exact KL of the old policy from the rollout policy, nats per latent element.
+        drift_squares, gradient_squares: `[B, T]`, as `flowcorr.algorithm.drift_squares` makes them of both policies'
+            step means.
         policy_versions: `[B]` whole numbers, the version of the weights that sampled, such as their update's number.
         version: the version of the trainer's weights before the step's first update.
         num_elements: `D`, elements of a latent: channels times height times width, of a video also times latent
@@ -166,6 +172,8 @@ class StepFields(TypedDict, total=False):
     sigmas: Array | None
     stds: Array | None
     old_rollout_kl: Array | None
+    drift_squares: Array | None
+    gradient_squares: Array | None
     policy_versions: Array | None
     version: int | None
     num_elements: int | None

@@ -81,6 +81,8 @@ COLUMNS: Mapping[str, Column] = {
     "old_rollout_kl": Column(low=0),
     "current_old_kl": Column(low=0),
     "current_rollout_kl": Column(low=0),
+    "drift_squares": Column(low=0),
+    "gradient_squares": Column(low=0),
 }
 """The tensors of a file by name."""
 

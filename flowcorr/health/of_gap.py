@@ -254,9 +254,9 @@ DRIFT = under(
     ),
     row(
         "score_drift",
-        "Decoupled mode, where both policies' step means are known: the part of the gradient in the step means that "
-        "pulls to the engine's policy whatever is rewarded, which `score_centering` takes away; of a group and step, "
-        "`|sum A (mu_q - mu_old) / s|^2` beside `|sum A z|^2`, before weights.",
+        "Where the rollout returns its step means, of terms scored before the first update: the part of the gradient "
+        "in the step means that pulls to the engine's policy whatever is rewarded, which `score_centering` takes away; "
+        "of a group and step, `|sum A (mu_q - mu) / s|^2` beside `|sum A z|^2`, before weights.",
         "share of the square",
         chart=Drawn(section="drift", title="Drift of the score", remark="share of the squared gradient"),
         rule=Rule(

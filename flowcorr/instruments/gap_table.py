@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flowcorr.algorithm.noise_floor import ratio_distance
+from flowcorr.algorithm.score_drift import score_drift
 from flowcorr.health.setting import Setting
 from flowcorr.instruments.dumped_loss import ratio_limit
 from flowcorr.instruments.faults import delta
@@ -91,6 +92,7 @@ def step_table(gap: Gap) -> Table:
     log_ratio, kl, sigmas, rows = delta(gap.terms), gap.terms.old_rollout_kl, gap.terms.sigma, []
     assert kl is not None, "a gap has exact KLs"
     assert sigmas is not None, "a gap has noise levels"
+    drifts = score_drift(gap.terms).compute()
     for index, here in gap.by_step():
         sigma = float(sigmas[here][0])
         rows.append(
@@ -103,6 +105,7 @@ def step_table(gap: Gap) -> Table:
                 float(kl[here].mean()),
                 gap.outside(here),
                 gap.clip_needed(here),
+                *([drifts.get(f"rollout_corr/step_{index}/score_drift")] if drifts else []),
             )
         )
     size, num_elements = "{:.1e}".format, gap.terms.num_elements
@@ -112,7 +115,9 @@ def step_table(gap: Gap) -> Table:
     return Table(
         name="steps",
         title="By step",
-        note="delta log p, in nats a latent element" + "; joint nats of a step" * (num_elements is not None),
+        note="delta log p, in nats a latent element"
+        + "; joint nats of a step" * (num_elements is not None)
+        + "; score drift: share of the squared gradient that follows from the gap alone" * bool(drifts),
         columns=[
             Column(name="step_index", heading="step", words=True),
             Column(name="sigma", show="{:.3f}".format),
@@ -125,6 +130,7 @@ def step_table(gap: Gap) -> Table:
             nats,
             Column(name="outside_clip", heading="outside clip", show="{:.0%}".format),
             Column(name="clip_needed", heading="clip needed", show=size),
+            *([Column(name="score_drift", heading="score drift", show="{:.2%}".format)] if drifts else []),
         ],
         rows=rows,
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flowcorr import dumps
 from flowcorr.algorithm.apply import correct
+from flowcorr.algorithm.score_drift import score_drift
 from flowcorr.config.schema import ActorConfig, Config
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.dumps import DumpedTerms, LoggedLoss
@@ -318,6 +319,8 @@ def as_terms(dumped: DumpedTerms, levels: Tensor | None = None, scored: Tensor |
         old_kl=dumped.current_old_kl,
         rollout_kl=dumped.current_rollout_kl,
         old_rollout_kl=dumped.old_rollout_kl,
+        drift_square=dumped.drift_squares,
+        gradient_square=dumped.gradient_squares,
         keep=None if keep.all() else keep,
         num_elements=dumped.num_elements,
     )
@@ -404,6 +407,7 @@ def step_metrics(
             actor_config=actor if noisy and ratio_limit(actor) is not None else None,
             num_steps=setting.num_steps,
         )
+        metrics = metrics.merge(score_drift(terms, setting.num_steps))
     if terms.num_elements is not None:
         metrics = metrics.merge(Metrics.from_stats({"rollout/num_elements": maximum(terms.num_elements)}))
     if dumped.current_log_probs is not None:

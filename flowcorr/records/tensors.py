@@ -294,6 +294,8 @@ class Terms:
             if a mean is not finite, and None if unknown.
         rollout_kl: likewise from the rollout policy, differentiable if score centering reads it.
         old_rollout_kl: likewise of the old policy from the rollout policy, without a gradient.
+        drift_square, gradient_square: squares of the drift and of the signal in the gradient of the term's group and
+            step, over the number of its terms; see `flowcorr.algorithm.score_drift`. NaN or None where not measured.
         weight: detached importance weights, or None for 1.
         keep: bool, False for terms that take no part, or None for all.
         num_elements: `D`, or None if unknown.
@@ -312,6 +314,8 @@ class Terms:
     rollout_kl: Tensor | None = None
     reference_kl: Tensor | None = None
     old_rollout_kl: Tensor | None = None
+    drift_square: Tensor | None = None
+    gradient_square: Tensor | None = None
     weight: Tensor | None = None
     keep: Tensor | None = None
     num_elements: int | None = None
@@ -354,6 +358,7 @@ class LossOutput:
         count_kept: 0-d, terms that entered the sum.
         metrics: `actor/*` metrics of the update.
         correction_metrics: `rollout_corr/*` of the correction inside the loss; empty outside bypass mode.
+        keep: bool, like the terms, False where the correction rejected one, or None; a loss of one's own may leave it.
     """
 
     loss_sum: Tensor
@@ -361,6 +366,7 @@ class LossOutput:
     count_kept: Tensor
     metrics: Metrics
     correction_metrics: Metrics = field(default_factory=Metrics)
+    keep: Tensor | None = None
 
     def mean(self, denominator: Literal["kept", "all"] = "kept") -> Tensor:
         """The mean loss over kept terms, or over all; 0 without terms.

@@ -45,6 +45,8 @@ def logged_terms(
             "stds": terms.std,
             "current_old_kl": terms.old_kl,
             "current_rollout_kl": terms.rollout_kl,
+            "drift_squares": terms.drift_square,
+            "gradient_squares": terms.gradient_square,
         }
         for name, values in scored.items():
             if values is not None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from flowcorr import distributed
 from flowcorr.actor.update import deal_groups, scheduled_lr
-from flowcorr.algorithm import apply_bypass_mode_to_diffusion_batch
+from flowcorr.algorithm import apply_bypass_mode_to_diffusion_batch, drift_squares
 from flowcorr.algorithm.noise_floor import noise_counts
 from flowcorr.config.schema import ActorConfig, LoraConfig
 from flowcorr.correction import RolloutCorrectionConfig
@@ -239,6 +239,45 @@ def test_a_centred_gradient_is_that_at_the_rollouts_means(make_run, fold, bypass
         tolerance = 1e-3 if dtype == "float32" else 0.03
         assert (got[name] - _flat(other.gradient())).norm() < tolerance * got[name].norm()
     assert (got["centred"] - got["plain"]).norm() > 0.05 * got["plain"].norm()  # int4's means are elsewhere
+
+
+@pytest.mark.parametrize("bypass", [True, False])
+def test_the_drift_of_the_score_does_not_depend_on_how_terms_are_scored(make_run, bypass):
+    """And it is that of the batch's means: windows differ by sample, so that nothing cancels."""
+    correction = RolloutCorrectionConfig(bypass_mode=bypass)
+    found = []
+    for actor in (
+        {},
+        {"micro_batch_size": 3, "fold_steps": False},
+        {"micro_batch_size": 1, "mini_batches": 2},
+    ):
+        run = make_run(
+            rollout={"emulate": "int4"},
+            actor={"mini_batches": 1, **actor},
+            algorithm={"rollout_correction": correction},
+        )
+        run.stir()
+        batch = run.batch()
+        means, window, groups = batch.old_means, batch.rollout.window, batch.rollout.group_ids
+        if bypass:
+            batch = apply_bypass_mode_to_diffusion_batch(batch)
+        metrics = run.update(batch, training_step=1).compute()
+        found.append(metrics["rollout_corr/score_drift"])
+        expected = drift_squares(
+            batch.advantages,
+            groups,
+            window.step_indices,
+            next_latents=window.next_latents,
+            means=means,
+            rollout_means=window.means,
+            stds=window.stds,
+        )
+        if actor.get("mini_batches") == 2:  # the second is scored after an update
+            first = next(run.actor.optimizer.mini_batches(batch, 1, 0)).rollout.group_ids
+            expected = [square[torch.isin(groups, first)] for square in expected]
+        assert found[-1] == pytest.approx((expected[0].sum() / expected[1].sum()).item(), rel=1e-4)
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+    assert found[0] > 0
 
 
 def _flat(gradient):

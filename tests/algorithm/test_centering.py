@@ -8,11 +8,11 @@ import torch
 
 from flowcorr import sde
 from flowcorr.algorithm import diffusion_loss
-from flowcorr.algorithm.centering import mean_weight, score_drift
+from flowcorr.algorithm.centering import mean_weight
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.errors import BatchError, ConfigError
-from flowcorr.records import ActorBatch, Rollout, Terms, Window
+from flowcorr.records import Terms
 from flowcorr.sde import Transition, centred_log_prob, log_prob, step_kl
 
 SHAPE = (3, 2, 4)  # samples, steps, latent elements
@@ -291,41 +291,3 @@ def test_a_mean_that_is_not_finite_drops_its_term():
     output = diffusion_loss(replace(problem.terms, rollout_kl=kl), LOSSES["flow_grpo"], correction())
     assert output.count_kept == SHAPE[0] * SHAPE[1] - 1
     assert problem.gradient(output).isfinite().all()
-
-
-def test_the_drift_is_measured_beside_the_gradient_and_cancelled_by_equal_states():
-    """By hand: one element, two groups of two samples, one step."""
-    window = Window(
-        latents=torch.zeros(4, 1, 1),
-        next_latents=torch.tensor([1.5, -0.5, 2.0, 0.0]).view(4, 1, 1),
-        step_indices=torch.tensor([[2], [2], [3], [3]]),
-        timesteps=torch.zeros(4, 1),
-        sigmas=torch.full((4, 1), 0.8),
-        sigmas_next=torch.full((4, 1), 0.7),
-        means=torch.tensor([0.5, 0.5, 1.0, 1.0]).view(4, 1, 1),
-        stds=torch.full((4, 1), 0.5),
-    )
-    rollout = Rollout(
-        window=window,
-        log_probs=torch.zeros(4, 1),
-        conditioning={},
-        conditioning_rows=torch.zeros(4, dtype=torch.int64),
-        group_ids=torch.tensor([7, 7, 9, 9]),
-        policy_versions=torch.zeros(4, dtype=torch.int64),
-    )
-    batch = ActorBatch(
-        rollout=rollout,
-        advantages=torch.tensor([1.0, -1.0, 2.0, -1.0]),
-        old_log_probs=torch.zeros(4, 1),
-        old_means=torch.tensor([0.25, 0.25, 0.5, 0.5]).view(4, 1, 1),
-    )
-    # Group 7 shares its gap, so that advantages of mean 0 cancel it; group 9: (2 - 1) .5 / .5 = 1 beside 4 + 2 = 6.
-    metrics = score_drift(batch, num_steps=5).compute()
-    assert metrics == {
-        "rollout_corr/score_drift": pytest.approx(1 / (16 + 36)),
-        "rollout_corr/step_2/score_drift": 0.0,
-        "rollout_corr/step_3/score_drift": pytest.approx(1 / 36),
-    }
-    rejected = replace(batch, keep=torch.tensor([[True], [True], [False], [True]]))
-    assert score_drift(rejected).compute()["rollout_corr/step_3/score_drift"] == pytest.approx(0.25)
-    assert score_drift(replace(batch, old_means=None)).compute() == {}

@@ -12,6 +12,7 @@ from flowcorr.algorithm import apply_bypass_mode_to_diffusion_batch
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.instruments.audit.dumped import audit_folder, presets_of
 from flowcorr.instruments.steps import read_dumped
+from flowcorr.instruments.steps import records as dumped_records
 from flowcorr.trackers import read_metrics
 from flowcorr.trainer import checkpoint
 from flowcorr.trainer.log_probs import logged_terms
@@ -166,12 +167,40 @@ def test_kls_are_those_of_the_steps(make_run):
     )
 
 
+@pytest.mark.parametrize("preset", ["bypass_ppo_clip", "disabled"])
+def test_the_drift_of_a_dump_is_that_which_was_logged(tmp_path, preset):
+    overrides = (
+        f"{CORRECTION}.preset={preset}",
+        f"{CORRECTION}.score_centering=true",  # asks the engine for its means
+        "rollout.emulate=int4",
+        "trainer.dump_log_probs=true",
+    )
+    trainer.train(small_config(*overrides), tmp_path)
+    name = "rollout_corr/score_drift"
+    drifts = [record[name] for record in read_metrics(tmp_path / "metrics.jsonl") if name in record]
+    assert len(drifts) == 3
+    told = [record[name] for record in dumped_records(read_dumped(tmp_path))]
+    assert told == pytest.approx(drifts, rel=1e-5)
+    table, parts = audit_folder(tmp_path).table("steps"), []
+    for step in dumps.files(tmp_path):
+        found = dumps.load(dumps.files(tmp_path)[step])
+        parts.append(
+            torch.stack([found.step_indices, found.drift_squares, found.gradient_squares]).flatten(1)
+        )
+    index, drift, gradient = torch.cat(parts, 1)
+    for row in table:
+        here = index == row["step_index"]
+        share = drift[here].nansum() / gradient[here].nansum()
+        assert row["score_drift"] == pytest.approx(share.item(), rel=1e-5)
+
+
 def test_without_means_there_are_no_kls(make_run):
     run = make_run(trainer=DUMPS)
     rollout = run.sample()
     rollout = replace(rollout, window=replace(rollout.window, means=None, stds=None))
     batch = replace(run.batch(rollout), old_means=None)
-    assert not {name for name in logged(batch, run.learn(batch)).tensors() if name.endswith("_kl")}
+    known = logged(batch, run.learn(batch)).tensors()
+    assert not {name for name in known if name.endswith(("_kl", "_squares"))}
 
 
 @pytest.mark.parametrize(

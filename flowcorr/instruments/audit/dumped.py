@@ -189,12 +189,20 @@ def _with_trainer(run: DumpedRun) -> dict[int, DumpedTerms]:
 
 
 def _judged(gap: Terms) -> Terms:
-    """The gap with NaN for terms that are not judged, and for unknown exact KLs."""
+    """The gap with NaN for terms that are not judged, and for unknown exact KLs and drifts."""
     target, kl = gap.old_log_prob, gap.old_rollout_kl
-    kl = torch.full_like(target, torch.nan) if kl is None else kl
+    unknown = torch.full_like(target, torch.nan)
+    kl = unknown if kl is None else kl
     if gap.keep is not None:
         target = torch.where(gap.keep, target, torch.nan)
-    return replace(gap, old_log_prob=target, old_rollout_kl=kl.double(), keep=None)
+    return replace(
+        gap,
+        old_log_prob=target,
+        old_rollout_kl=kl.double(),
+        drift_square=unknown if gap.drift_square is None else gap.drift_square,
+        gradient_square=unknown if gap.gradient_square is None else gap.gradient_square,
+        keep=None,
+    )
 
 
 def _with_kls(run: DumpedRun, gaps: dict[int, Terms]) -> tuple[dict[int, Terms], list[str]]:
