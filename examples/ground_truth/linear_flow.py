@@ -3,7 +3,8 @@
 The data are Gaussian, so the flow's velocity is linear and its SDE steps, `x' = a x + b theta + s noise`, are
 those of `flowcorr.sde`. The policy's two parameters `theta` move the data mean along two directions of latent
 space that the reward sees. The rollout policy differs by a shift of every step's mean, of root mean square `r`
-stds a latent element: `delta = -r^2/2 + (r / sqrt(D)) z` with standard normal `z`.
+stds a latent element: `delta = -r^2/2 + (r / sqrt(D)) z` with standard normal `z`. The shift is the same for all
+states, or grows with the state, as one that quantized weights make.
 
 Only three directions of the `D` matter, those of both parameters and the rest of the shift, so that a sample
 costs three normals a step whatever `D` is; all other directions are the same under both policies and cancel.
@@ -54,6 +55,8 @@ class LinearFlow:
         alignment: share of the shift's length that lies in the plane the reward sees, as much along the truth
             as across: `random_alignment(D)` is a random direction's, as of rounding; 1 is a rollout policy that
             is all ahead of the target, -1 one that is behind, as a stale one.
+        by_state: whether the shift is multiplied by the first coordinate of the state before the step, in its stds
+            under the target policy: by a number of mean 0 and mean square 1.
         curvature: `kappa` of the reward `y1 - kappa (y1^2 + y2^2) / 2`, `y` being the last latent's coordinates
             in units of their std. With 0, the gradient is the same for every shift.
 
@@ -65,6 +68,7 @@ class LinearFlow:
     num_steps: int = 2
     r: float = 0.0
     alignment: float = 0.0
+    by_state: bool = False
     curvature: float = 1.0
 
     def __post_init__(self) -> None:
@@ -79,7 +83,10 @@ class LinearFlow:
 
     @property
     def shift(self) -> Tensor:
-        """`[3]`, rollout mean less target mean of every step, in stds: along both parameters, and the rest."""
+        """`[3]`, rollout mean less target mean of every step, in stds: along both parameters, and the rest.
+
+        With `by_state`, that of a state whose first coordinate is one std.
+        """
         seen = self.alignment / math.sqrt(2)
         direction = torch.tensor([seen, seen, math.sqrt(1 - self.alignment**2)], dtype=torch.float64)
         return self.r * math.sqrt(self.num_elements) * direction
@@ -163,6 +170,7 @@ class Trajectories:
     """`M` samples of the rollout policy.
 
     Attributes:
+        shift: `[M, T, 3]`, rollout mean less target mean, in stds.
         target_log_prob: `[M, T]`, nats per latent element, without the part that both policies share.
         rollout_log_prob: likewise under the rollout policy.
         advantage: `[M]`, reward less its exact mean under the rollout policy; no division by a std.
@@ -171,6 +179,7 @@ class Trajectories:
             noise: unbiased, and close where the shift is small, so that differences from it are exact.
     """
 
+    shift: Tensor
     target_log_prob: Tensor
     rollout_log_prob: Tensor
     advantage: Tensor
@@ -181,24 +190,98 @@ class Trajectories:
 def simulate(flow: LinearFlow, noise: Noise) -> Trajectories:
     """Let the rollout policy sample, and score it under both policies."""
     steps = steps_of(flow.num_steps)
-    moved = noise.steps + flow.shift
-    advantage = _advantage(flow, noise.start, moved, flow.shift)
-    twin_advantage = _advantage(flow, noise.start, noise.steps, torch.zeros_like(flow.shift))
+    shift = _shifts(flow, noise)
+    moved = noise.steps + shift
+    rewards = _reward(flow, noise.start, moved)
+    twin_advantage = _reward(flow, noise.start, noise.steps) - flow.expected_reward(torch.zeros(2))
     unit = (steps.lever / steps.std)[:, None]
     return Trajectories(
+        shift=shift,
         target_log_prob=moved.square().sum(-1) / (-2 * flow.num_elements),
         rollout_log_prob=noise.steps.square().sum(-1) / (-2 * flow.num_elements),
-        advantage=advantage,
+        advantage=rewards - _expected_reward(flow),
         score=unit * moved[..., :2],
         twin=twin_advantage[:, None] * (unit * noise.steps[..., :2]).sum(1),
     )
 
 
-def _advantage(flow: LinearFlow, start: Tensor, moved: Tensor, shift: Tensor) -> Tensor:
+def _shifts(flow: LinearFlow, noise: Noise) -> Tensor:
+    """`[M, T, 3]`, the shift of each step of the rollout policy, which depends on its own earlier steps."""
+    if not flow.by_state:
+        return flow.shift.expand(*noise.steps.shape)
+    steps, first, shifts = steps_of(flow.num_steps), noise.start[:, 0], []
+    for t, spread in enumerate(_spreads(flow.num_steps)):
+        shifts.append(flow.shift * (first / spread)[:, None])
+        first = steps.gain[t] * first + steps.std[t] * (noise.steps[:, t, 0] + shifts[-1][:, 0])
+    return torch.stack(shifts, 1)
+
+
+def _spreads(num_steps: int) -> Tensor:
+    """`[T]`, stds of a coordinate before each step under the target policy."""
+    steps, variance, spreads = steps_of(num_steps), torch.ones((), dtype=torch.float64), []
+    for t in range(num_steps):
+        spreads.append(variance.sqrt())
+        variance = steps.gain[t].square() * variance + steps.std[t].square()
+    return torch.stack(spreads)
+
+
+def _reward(flow: LinearFlow, start: Tensor, moved: Tensor) -> Tensor:
     steps = steps_of(flow.num_steps)
     y = steps.start * start + torch.einsum("t,mtj->mj", steps.reach * steps.std, moved[..., :2])
-    reward = y[:, 0] - flow.curvature * y.square().sum(-1) / 2
-    return reward - flow.expected_reward((steps.reach * steps.std).sum() * shift[:2])
+    return y[:, 0] - flow.curvature * y.square().sum(-1) / 2
+
+
+def _expected_reward(flow: LinearFlow) -> Tensor:
+    """The exact mean reward of the rollout policy."""
+    steps = steps_of(flow.num_steps)
+    if not flow.by_state:
+        return flow.expected_reward((steps.reach * steps.std).sum() * flow.shift[:2])
+    return -flow.curvature * _loadings(flow).y.square().sum() / 2  # y is normal, of mean 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Loadings:
+    """A shift in proportion to the state: what the noise of start and steps adds under the rollout policy.
+
+    The noise is `[2 + 2 T]`: both coordinates of the start, and of each step.
+
+    Attributes:
+        y: `[2, 2 + 2 T]`, to `y`.
+        factor: `[T, 2 + 2 T]`, to the number that the shift of each step is multiplied by.
+    """
+
+    y: Tensor
+    factor: Tensor
+
+
+def _loadings(flow: LinearFlow) -> Loadings:
+    steps, count = steps_of(flow.num_steps), 2 + 2 * flow.num_steps
+    noise = torch.eye(count, dtype=torch.float64)
+    state, factors = noise[:2], []
+    for t, spread in enumerate(_spreads(flow.num_steps)):
+        factors.append(state[0] / spread)
+        own = noise[2 + 2 * t : 4 + 2 * t]
+        state = steps.gain[t] * state + steps.std[t] * (own + flow.shift[:2, None] * factors[-1])
+    return Loadings(y=steps.reach[-1] * state, factor=torch.stack(factors))
+
+
+def expected_gradient_by_state(flow: LinearFlow, *, centred: bool) -> Tensor:
+    """`[2]`, exact expectation of the estimate without weights, for a shift in proportion to the state.
+
+    `y` is linear in the noise and of mean 0, so that of the advantage `y1 - kappa |y|^2 / 2` less its mean only the
+    linear part has a covariance with what is linear. A step's score is its noise plus its shift. Centering leaves the
+    noise: the gradient at the rollout policy, whose later steps carry a step's end further or less far. Without it the
+    shift's own covariance with the advantage, the drift, is left in.
+
+    Args:
+        flow: with `by_state`.
+        centred: whether the score is centred.
+    """
+    steps, loadings = steps_of(flow.num_steps), _loadings(flow)
+    own = loadings.y[0, 2:].view(flow.num_steps, 2)  # covariances of y1 with the noise of each step
+    drift = (loadings.factor @ loadings.y[0])[:, None] * flow.shift[:2]
+    covariance = own if centred else own + drift
+    return ((steps.lever / steps.std)[:, None] * covariance).sum(0)
 
 
 def expected_gradient(flow: LinearFlow, level: str | None = None, scale: str | float = "sum") -> Tensor:
@@ -297,7 +380,7 @@ def estimate(
     log_prob = target + (trajectories.score * theta[:, None]).sum(-1) / flow.num_elements
     bypass = config.mode == "bypass"
     rollout_kl, old_kl = (
-        _step_kl(flow, theta, shift) for shift in (flow.shift, torch.zeros_like(flow.shift))
+        _step_kl(flow, theta, shift) for shift in (trajectories.shift, torch.zeros_like(trajectories.shift))
     )
     terms = Terms(
         log_prob=log_prob,
@@ -338,10 +421,10 @@ def estimate(
 
 
 def _step_kl(flow: LinearFlow, theta: Tensor, shift: Tensor) -> Tensor:
-    """`[M, T]`, exact KL of the steps of `theta` `[M, 2]` from steps `shift` `[3]` off, nats a latent element."""
+    """`[M, T]`, exact KL of the steps of `theta` `[M, 2]` from steps `shift` `[M, T, 3]` off, nats an element."""
     steps = steps_of(flow.num_steps)
-    moved = (steps.lever / steps.std)[:, None] * theta[:, None] - shift[:2]
-    return (moved.square().sum(-1) + shift[2].square()) / (2 * flow.num_elements)
+    moved = (steps.lever / steps.std)[:, None] * theta[:, None] - shift[..., :2]
+    return (moved.square().sum(-1) + shift[..., 2].square()) / (2 * flow.num_elements)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,22 +2,24 @@
 
     python examples/ground_truth/run.py --out runs/ground_truth
 
-Writes `ground_truth.csv` (every preset, scale and setting), `table.md` and `ground_truth.png`; a minute or two on
-one core.
+Writes `ground_truth.csv` (every preset, scale and setting), `table.md` and `ground_truth.png`; two minutes on one core.
 
 A linear-Gaussian flow stands in for the model (`linear_flow`): `D` latent elements, `T` SDE steps, and
 a rollout policy whose step means are off by `r` stds a latent element: in a random direction (as rounding), or, the
 worst, entirely in the plane that the reward sees, ahead of the target policy or behind it (as stale weights). The
-direction is the same for all samples: shifts that differ from sample to sample partly cancel, and bias less.
+direction is the same for all samples. So is its size, or, *by state*, it grows with the state before the step and is 0
+in the mean, as the error of quantized weights grows with what they are multiplied by.
 """
 
 import argparse
 import csv
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import linear_flow as ground
+import torch
 from linear_flow import LinearFlow
 
 SIZES = (16, 512, 16384)
@@ -53,6 +55,8 @@ TABLE_COLUMNS = (
     (10, "random", 16384, 1e-2),
     (2, "ahead", 512, 1e-2),
     (2, "behind", 512, 1e-2),
+    (2, "by state, random", 16384, 1e-1),
+    (2, "by state, ahead", 512, 1e-2),
 )
 Row = dict[str, object]
 
@@ -61,11 +65,14 @@ def settings(shifts: Iterable[float]) -> Iterable[tuple[str, LinearFlow]]:
     """Every setting with the name of its shift's direction; without a shift, `D` and direction do not matter."""
     directions = [("random", size, ground.random_alignment(size)) for size in SIZES]
     directions += [("ahead", ALIGNED_SIZE, 1.0), ("behind", ALIGNED_SIZE, -1.0)]
+    directions += [("by state, random", SIZES[-1], ground.random_alignment(SIZES[-1]))]
+    directions += [("by state, ahead", ALIGNED_SIZE, 1.0)]
     for steps in WINDOWS:
         yield "none", LinearFlow(num_elements=ALIGNED_SIZE, num_steps=steps)
         for direction, size, alignment in directions:
             for r in shifts:
-                yield direction, LinearFlow(num_elements=size, num_steps=steps, r=r, alignment=alignment)
+                flow = LinearFlow(num_elements=size, num_steps=steps, r=r, alignment=alignment)
+                yield direction, replace(flow, by_state=direction.startswith("by state"))
 
 
 def measure(samples: int, shifts: Iterable[float] = SHIFTS) -> list[Row]:
@@ -74,10 +81,7 @@ def measure(samples: int, shifts: Iterable[float] = SHIFTS) -> list[Row]:
     noises = {steps: ground.draw(samples, steps) for steps in WINDOWS}
     for direction, flow in settings(shifts):
         trajectories = ground.simulate(flow, noises[flow.num_steps])
-        exact = {
-            f"exact_bias_{level or 'none'}": _relative_bias(flow, level)
-            for level in (None, "token", "sequence")
-        }
+        exact = {f"exact_bias_{name}": bias for name, bias in _exact_biases(flow).items()}
         for arm in ground.arms():
             estimates = ground.estimate(flow, trajectories, arm.config)
             for size in BATCHES:
@@ -111,9 +115,19 @@ def _row(
     }
 
 
-def _relative_bias(flow: LinearFlow, level: str | None) -> float:
-    """Length of the bias that uncapped density ratios of a level leave, by the closed form."""
-    return float((ground.expected_gradient(flow, level) - flow.truth).norm() / flow.truth.norm())
+def _exact_biases(flow: LinearFlow) -> dict[str, float]:
+    """Length of the bias without a correction, with uncapped ratios of steps, and centred; NaN without a closed form.
+
+    Uncapped ratios of windows leave none. Centering leaves that of a shift that is the same for all states.
+    """
+    if flow.by_state:
+        plain, centred = (ground.expected_gradient_by_state(flow, centred=one) for one in (False, True))
+        token = torch.full_like(plain, math.nan)
+    else:
+        plain, token = (ground.expected_gradient(flow, level) for level in (None, "token"))
+        centred = plain
+    found = {"none": plain, "token": token, "centred": centred}
+    return {name: float((one - flow.truth).norm() / flow.truth.norm()) for name, one in found.items()}
 
 
 def write_csv(rows: list[Row], path: Path) -> None:
@@ -143,9 +157,9 @@ def table(rows: list[Row], size: int = BATCHES[-1]) -> str:
         "| ESS of exact weights, `exp(-T D r^2)` | "
         + " | ".join(f"{row['exact_ess']:.2g}" for row in reference)
         + " |",
-        "| exact bias: none / token / sequence | "
+        "| exact bias: none / token, no cap / centred | "
         + " | ".join(
-            f"{100 * row['exact_bias_none']:.2g} / {100 * row['exact_bias_token']:.2g} / 0 %"
+            " / ".join(_exact(row[f"exact_bias_{name}"]) for name in ("none", "token", "centred")) + " %"
             for row in reference
         )
         + " |",
@@ -154,6 +168,10 @@ def table(rows: list[Row], size: int = BATCHES[-1]) -> str:
         cells = [_cell(found[(*column, preset, scale)]) for column in columns]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _exact(bias: float) -> str:
+    return "-" if math.isnan(bias) else f"{100 * bias:.2g}"
 
 
 def _cell(row: Row) -> str:

@@ -171,11 +171,12 @@ def test_without_mismatch_every_correction_is_the_uncorrected_gradient(name):
     assert quality.worth == pytest.approx(1.0, abs=1e-9)
 
 
+@pytest.mark.parametrize("by_state", [False, True])
 @pytest.mark.parametrize("name", ARMS)
-def test_estimate_is_the_gradient_of_the_trainers_loss_on_full_latents(name):
+def test_estimate_is_the_gradient_of_the_trainers_loss_on_full_latents(name, by_state):
     """All `D` elements, the SDE's own log-probs, the batch functions and autograd down to `theta`."""
     config, samples, num_steps = ARMS[name].config, 24, 3
-    flow = LinearFlow(num_elements=16, num_steps=num_steps, r=0.02, alignment=0.6)
+    flow = LinearFlow(num_elements=16, num_steps=num_steps, r=0.02, alignment=0.6, by_state=by_state)
     noise = ground.draw(samples, num_steps, seed=5)
     trajectories = ground.simulate(flow, noise)
 
@@ -194,7 +195,8 @@ def test_estimate_is_the_gradient_of_the_trainers_loss_on_full_latents(name):
         step = sde.transition(
             "sde", latents[-1], velocity, sigmas[:, t], sigmas[:, t + 1], ground.NOISE_LEVEL
         )
-        drifted = replace(step, mean=step.mean.detach() + step.std[:, None] * (basis[:, :3] @ flow.shift))
+        shift = trajectories.shift[:, t] @ basis[:, :3].T
+        drifted = replace(step, mean=step.mean.detach() + step.std[:, None] * shift)
         latents.append(sde.sample(drifted, noises[:, t]))
         drifted_steps.append(drifted)
         steps.append(step)
@@ -313,6 +315,39 @@ def test_centering_leaves_the_bias_and_lowers_the_variance():
     assert centred_exact.variance == pytest.approx(exact.variance)  # exact weights leave nothing to centre
 
 
+@pytest.mark.parametrize("num_steps", [1, 2, 10])
+@pytest.mark.parametrize(("r", "alignment"), [(0.01, 1.0), (0.02, -1.0), (0.03, 0.3)])
+def test_a_shift_by_state_has_the_bias_of_the_closed_form(num_steps, r, alignment):
+    flow = LinearFlow(num_elements=64, num_steps=num_steps, r=r, alignment=alignment, by_state=True)
+    trajectories = ground.simulate(flow, ground.draw(60000, num_steps, seed=12))
+    assert within(trajectories.advantage, 0.0)
+    for name, centred in (("disabled--", False), ("centred--", True)):
+        estimates = ground.estimate(flow, trajectories, ARMS[name].config)
+        assert within(estimates.batches(1), ground.expected_gradient_by_state(flow, centred=centred))
+
+
+def test_centering_takes_most_of_the_bias_of_a_shift_by_state():
+    """The drift goes: all of it in a window of one step. Later steps stay the engine's."""
+    flow = LinearFlow(num_elements=512, num_steps=2, r=0.01, alignment=1.0, by_state=True)
+
+    def bias(flow, *, centred):
+        return (
+            ground.expected_gradient_by_state(flow, centred=centred) - flow.truth
+        ).norm() / flow.truth.norm()
+
+    assert bias(flow, centred=True) < 0.2 * bias(flow, centred=False)
+    one_step = replace(flow, num_steps=1)
+    assert bias(one_step, centred=True) < 1e-12
+    assert bias(one_step, centred=False) > 0.1
+
+
+def test_a_shift_by_state_has_mean_0_and_the_same_size_as_one_for_all_states():
+    flow = LinearFlow(num_elements=512, num_steps=3, r=0.001, alignment=0.5, by_state=True)
+    shift = ground.simulate(flow, ground.draw(SAMPLES, 3, seed=13)).shift
+    assert within(shift.flatten(1), 0.0)
+    assert within(shift.square().sum(2) / 512, flow.r**2)
+
+
 def test_arms_cover_every_preset_that_is_no_alias():
     names = {arm.name for arm in ARMS.values()}
     assert names - {"exact_seq_is", *ground.CENTRED.values()} == set(PRESETS)
@@ -346,7 +381,7 @@ def test_example_writes_its_files(tmp_path, monkeypatch, capsys):
     example.main(tmp_path, samples=2048, shifts=[1e-2, 3e-2])
     with (tmp_path / "ground_truth.csv").open() as file:
         rows = list(csv.DictReader(file))
-    settings = 1 + 2 * (2 + 2)  # without a shift, and each in a random direction at two sizes, ahead, behind
+    settings = 1 + 2 * (2 + 2 + 2)  # none; in a random direction at two sizes, ahead, behind; by state
     assert len(rows) == settings * len(ARMS) * len(example.BATCHES)
     uncorrected = [row for row in rows if row["preset"] == "disabled" and row["n"] == "64"]
     for row in uncorrected:
