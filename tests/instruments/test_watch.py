@@ -233,6 +233,8 @@ def test_it_takes_what_dump_takes_and_writes_nothing(tmp_path, monkeypatch):
         "rewards": terms.rewards,
         "sigmas": terms.sigmas,
         "old_rollout_kl": torch.zeros(24, 2),
+        "drift_squares": torch.zeros(24, 2),
+        "gradient_squares": torch.ones(24, 2),
         "policy_versions": torch.zeros(24),
         "version": 0,
         "loss_mode": "flow_grpo",
