@@ -74,7 +74,7 @@ def under(prefix: str, *metrics: Metric) -> tuple[Metric, ...]:
 
 
 def over(base: Metric, own: Metric) -> Metric:
-    """A row of one's own over that of the same metric: fields that it leaves out are those of `base`.
+    """Lay a user's row over the row `base` of the same metric, which fills the fields left out.
 
     The range of its rule is its own, and all of it.
     """

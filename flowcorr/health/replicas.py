@@ -1,10 +1,10 @@
 """Finds the faulty one among many rollout workers, by comparing its gap with the others'.
 
-The metric is a worker's `relative_gap`, its |delta log p| beside what all workers have at the same steps of the
-schedule, so that it does not depend on which steps a worker happened to draw. Of its logarithm, the median of the other
-workers is taken off. What is left varies by chance, from training step to training step; a worker whose mean over the
-last steps lies six standard errors of that above the others has a fault of its own. Of healthy runs of 60 steps whose
-gaps vary by 20 or 35 %, about one in a hundred names a worker (500 draws of each with 4, 5 and 6 workers: 0 to 9).
+The metric is a worker's `relative_gap`: its |delta log p| divided by the mean of all workers at the same steps of the
+schedule, so that it does not depend on the steps that a worker happened to draw. From its logarithm the median of the
+other workers is subtracted. The rest varies by chance from training step to training step. A worker is faulty if its
+mean over the last steps lies six standard errors above the others. Of healthy runs of 60 steps with gaps that vary by
+20 or 35 %, about one in a hundred names a worker (500 draws of each with 4, 5 and 6 workers: 0 to 9).
 """
 
 from __future__ import annotations

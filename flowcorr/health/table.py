@@ -42,7 +42,7 @@ def rule_of(metric: str, rows: Sequence[Metric]) -> Rule | None:
 
 
 def rows_of(config: Config) -> tuple[Metric, ...]:
-    """The rows of a run: those of every run, and its own; one of a metric that every run logs is laid over its row.
+    """The rows of a run: every run's rows, and its own ones; an own row of a shared metric is laid over the shared row.
 
     Raises:
         ConfigError: `trainer.metrics` names something else, or a row lacks its meaning or the words of its rule; or see

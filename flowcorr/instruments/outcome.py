@@ -111,7 +111,7 @@ class Picture(Protocol):
         """Everything that it draws, as plain values; None of an image."""
 
     def png(self, note: str = "") -> bytes | None:
-        """The picture as a PNG file, with `note` below it; None where it has a file already."""
+        """The picture as a PNG file, with `note` below it; None if it has a file already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,11 +169,11 @@ class Report:
         return list(dict.fromkeys(finding.cause for finding in self.findings if finding.level == level))
 
     def fact(self, name: str) -> Any:
-        """The value of a fact; None where it is not known."""
+        """The value of a fact; None if it is not known."""
         return next((fact.value for fact in self.facts if fact.name == name), None)
 
     def table(self, name: str) -> list[dict[str, Any]]:
-        """The rows of a table by column; none where there is no such table."""
+        """The rows of a table by column; empty without such a table."""
         return next((table.records() for table in self.tables if table.name == name), [])
 
     def _charts(self) -> Iterator[tuple[str, Mapping[str, Any]]]:

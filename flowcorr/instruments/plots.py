@@ -193,11 +193,11 @@ class Dot:
     """A row of `draw_dots`; a NaN is not drawn.
 
     Attributes:
-        name: on the left.
-        value: where the dot is.
-        span: the ends of a line through it.
-        ring: where a red ring is.
-        muted: whether it is grey.
+        name: label on the left.
+        value: position of the dot.
+        span: the ends of a line through the dot.
+        ring: position of a red ring.
+        muted: whether the dot is grey.
     """
 
     name: str

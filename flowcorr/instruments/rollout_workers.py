@@ -1,4 +1,4 @@
-"""The rollout workers of a run: where each ran, and its gap."""
+"""The rollout workers of a run: host, process and gap of each."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class _NF4Product(torch.autograd.Function):
 
 
 class _Int8Product(torch.autograd.Function):
-    """The same of integers, with their scales behind the product: in bfloat16 the integers are exact."""
+    """`inputs @ weight.T + bias` for int8 codes, scaled after the product, since bfloat16 holds the codes exactly."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The best evaluation of a run, by `trainer.best_metric`, whose checkpoint is kept."""
+"""Finds the best evaluation of a run, by `trainer.best_metric`, so that its checkpoint is kept."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def best_checkpoint(folder: Path, trainer: TrainerConfig, state: TrainingState) 
     scores = [(record["step"], record.get(trainer.best_metric)) for record in run_folder.metrics_of(folder)]
     known = [(step, score) for step, score in scores if step in steps and score is not None]
     best = max(known, key=lambda pair: pair[1], default=None)
-    found = (
+    fallback = (
         "no checkpoint has a score of it, so the next evaluation is the best"
         if best is None
         else f"the best checkpoint is that of step {best[0]}, with {best[1]:.4g}"
@@ -68,6 +68,6 @@ def best_checkpoint(folder: Path, trainer: TrainerConfig, state: TrainingState) 
     else:
         reason = f"trainer.best_metric was {earlier_metric} and is now {trainer.best_metric}"
         if earlier is not None and (best is None or earlier[0] != best[0]):
-            found += f"; that of step {earlier[0]}, the best by {earlier_metric}, is no longer kept"
-    logger.warning("%s: %s", reason, found)
+            fallback += f"; that of step {earlier[0]}, the best by {earlier_metric}, is no longer kept"
+    logger.warning("%s: %s", reason, fallback)
     return best

@@ -56,7 +56,7 @@ class TrainingState:
     facts: Mapping[str, Any]
 
     def group(self, name: str) -> dict[str, Tensor]:
-        """The tensors whose names start with `name/`, without it."""
+        """The tensors with names that start with `name/`, by the rest of their names."""
         prefix = name + "/"
         return {
             key.removeprefix(prefix): value for key, value in self.tensors.items() if key.startswith(prefix)
@@ -137,11 +137,11 @@ def load_latest(root: Path) -> tuple[Path, TrainingState]:
         UnreadableError: a checkpoint as new cannot be read; a resumed run would lose its steps, and delete it.
         CheckpointError: there is none.
     """
-    found = folders(root)
-    if not found:
+    all_folders = folders(root)
+    if not all_folders:
         raise CheckpointError(f"{root} holds no checkpoint yet")
     damaged = []
-    for folder in reversed(found):
+    for folder in reversed(all_folders):
         try:
             state = load(folder)
         except UnreadableError:
@@ -203,12 +203,12 @@ def _check_file(folder: Path, name: str) -> None:
         raise CheckpointError(f"checkpoint {folder} is damaged or incomplete: {name} is no file")
 
 
-def _check_format(folder: Path, found: object) -> None:
-    if found == FORMAT:
+def _check_format(folder: Path, stored: object) -> None:
+    if stored == FORMAT:
         return
-    has = f"checkpoint {folder} has {'no format' if found is None else f'format {found}'}"
+    has = f"checkpoint {folder} has {'no format' if stored is None else f'format {stored}'}"
     reads = f"this flowcorr reads format {FORMAT}"
-    if isinstance(found, int) and found > FORMAT:
+    if isinstance(stored, int) and stored > FORMAT:
         raise FormatError(
             f"{has}, and {reads}: a newer flowcorr wrote it; update flowcorr to continue its run"
         )
@@ -232,8 +232,8 @@ def _sync(path: Path) -> None:
 
 
 def _by_step(root: Path) -> list[tuple[int, Path]]:
-    found = ((path.name.partition("_")[2], path) for path in root.glob("step_*") if path.is_dir())
-    return sorted((int(number), path) for number, path in found if number.isdecimal())
+    named = ((path.name.partition("_")[2], path) for path in root.glob("step_*") if path.is_dir())
+    return sorted((int(number), path) for number, path in named if number.isdecimal())
 
 
 def _replace(final: Path, partial: Path) -> None:
@@ -277,5 +277,5 @@ def _delete(leftover: Path) -> None:
 
 
 def _latest_name(root: Path) -> str:
-    found = folders(root)
-    return str(found[-1]) if found else "none"
+    all_folders = folders(root)
+    return str(all_folders[-1]) if all_folders else "none"

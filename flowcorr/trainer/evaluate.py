@@ -121,9 +121,9 @@ def _score(
     prompts: list[Prompt],
     broken: Mapping[int, str],
 ) -> dict[str, np.ndarray]:
-    """Scores and statistics `[b]` of images, and where a sample failed: all scores are NaN there.
+    """Scores and statistics `[b]` of images; a failed sample has NaN for all scores.
 
-    Statistics are NaN where there is no picture, which `broken` says by place.
+    A sample without a picture, named by its place in `broken`, has NaN for all statistics too.
     """
     on_error = run.config.reward.on_error
     report_broken(prompts, broken, on_error)

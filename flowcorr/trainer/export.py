@@ -98,7 +98,7 @@ def export_run(
 
 
 def _family_name(config: Config) -> str:
-    """The family of the model; where `model.family` leaves it to the pipeline, its class tells it."""
+    """The family of the model, from `model.family` or, if that is `auto`, from the pipeline's class."""
     if config.model.family != "auto":
         return config.model.family
     return PIPELINES.get(pipeline_class_of(config.model.path), "")
@@ -113,12 +113,12 @@ def _copy_weights(checkpoint: Path, folder: Path, *, whole: bool) -> None:
 
 
 def _copy_pictures(images: Path, folder: Path) -> list[str]:
-    """Copy the images and films of evaluations; those of training steps are many."""
-    found = sorted(path for path in images.glob("*") if path.name.startswith(_PICTURES))
-    for path in found:
+    """Copy the images and films of evaluations, and not the many of training steps."""
+    pictures = sorted(path for path in images.glob("*") if path.name.startswith(_PICTURES))
+    for path in pictures:
         (folder / IMAGES_FOLDER).mkdir(exist_ok=True)
         shutil.copyfile(path, folder / IMAGES_FOLDER / path.name)
-    return [f"{IMAGES_FOLDER}/{path.name}" for path in found]
+    return [f"{IMAGES_FOLDER}/{path.name}" for path in pictures]
 
 
 def _merge(config: Config, checkpoint: Path, folder: Path) -> None:

@@ -53,7 +53,7 @@ class RunConfig:
 
 
 def notes(left_out: Mapping[str, str]) -> list[str]:
-    """A line for each key of `RunConfig.left_out`: what stands in for its code, and how that is imported."""
+    """A line for each key of `RunConfig.left_out`: the stand-in for its code, and the option that imports it."""
     stand_ins = {
         LOSS: "the ratio is taken to be clipped to actor.clip_ratio",
         MODES: "this run's own rejection is left out",
@@ -113,7 +113,7 @@ def read_config(
 
 @contextlib.contextmanager
 def _in_one_line() -> Iterator[None]:
-    """Make the message of a `ConfigError` one line, whatever the names and values in it."""
+    """Make the message of a `ConfigError` one line, with any names and values in it."""
     try:
         yield
     except ConfigError as error:
@@ -142,8 +142,8 @@ def near_run(path: Path) -> str:
     """A hint in brackets that names a run's folder near a path that is no run; empty without one."""
     beside = [file.parent.name for file in path.parent.glob(f"*/{CONFIG_FILE}")]
     places = (path.parent, Path("runs") / path, path.parent / nearest(path.name, beside))
-    found = next((place for place in places if os.path.isfile(place / CONFIG_FILE)), None)
-    return f" (did you mean {found}?)" if found else ""
+    neighbour = next((place for place in places if os.path.isfile(place / CONFIG_FILE)), None)
+    return f" (did you mean {neighbour}?)" if neighbour else ""
 
 
 def is_file(path: Path) -> bool:
@@ -236,7 +236,7 @@ def _without(keys: Collection[str], section: Mapping[str, Any]) -> dict[str, Any
 
 
 def _check_text(path: Path) -> None:
-    """Refuse what flowcorr never writes: interpolations, which can read the environment."""
+    """Raise if a file holds interpolations: flowcorr never writes them, and they can read the environment."""
     try:
         for token in yaml_text.scan(read_text(path)):
             if isinstance(token, yaml.ScalarToken) and _INTERPOLATION.search(token.value):

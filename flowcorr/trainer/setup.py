@@ -119,7 +119,7 @@ def build_stacks(
 
 
 def build_run(config: Config, *, on_event: OnEvent = ignore_event) -> tuple[TrainingRun, PromptSet]:
-    """Build everything that a training step works with, first what can fail quickly.
+    """Build all parts of a training step, beginning with parts that can fail quickly.
 
     Args:
         config: the run's configuration.
@@ -223,7 +223,7 @@ def _check_worker_gpus(config: Config) -> None:
 
 
 def _check_best_metric(config: Config) -> None:
-    """Check that an evaluation will yield `trainer.best_metric`, where the names of all scores are known.
+    """Check that an evaluation will yield `trainer.best_metric`, if the names of all scores are known.
 
     A Ray worker may be the only one that can import a reward of the user's own, so there it is not imported.
     """

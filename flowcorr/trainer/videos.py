@@ -70,7 +70,7 @@ def log_samples(
     *,
     rate: int,
 ) -> None:
-    """Give trackers `<where>/images`, the first `MAX_LOGGED` images one by one, or `<where>/videos`, a film."""
+    """Log the first `MAX_LOGGED` images one by one as `<where>/images`, or a film of videos as `<where>/videos`."""
     if not trackers.beside_folder:
         return
     if images.ndim == 5:
@@ -106,7 +106,7 @@ def save_and_log_rollouts(
 def save_samples(
     images: ImageArray, prompts: Sequence[Prompt], scores: np.ndarray | None, path: Path, *, rate: int
 ) -> None:
-    """Write a grid of images as PNG to `path` without its suffix, and beside it the film of videos.
+    """Write a grid of images as PNG to `path`, given without a suffix, and a film of videos under the same name.
 
     Raises:
         BackendError: the folder cannot be written to, such as when the disk is full.
@@ -119,7 +119,7 @@ def save_samples(
 def _frames(
     videos: ImageArray, prompts: Sequence[Prompt], scores: np.ndarray | None
 ) -> Iterator[Image.Image]:
-    """Grids of the videos' frames, one after the other."""
+    """Yield a grid of all videos for each frame, in order."""
     for frame in range(videos.shape[1]):
         yield image_grid(labelled(videos[:, frame], prompts, scores), columns=4)
 

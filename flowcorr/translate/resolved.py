@@ -39,7 +39,7 @@ def printed_by(script: Path | str) -> str:
 
 
 def read_sections(text: str) -> dict[str, Any] | None:
-    """The sections of a file, as they stand there; None of the text of a script.
+    """Read the sections of a configuration file, with references unresolved; None if the text is a script.
 
     Raises:
         ConfigError: it is no configuration, or one that takes values from other files.

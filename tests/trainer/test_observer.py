@@ -1,6 +1,8 @@
 """The observer of a run."""
 
 import inspect
+import re
+from pathlib import Path
 
 from flowcorr import trainer
 from flowcorr.instruments.progress import TerminalObserver
@@ -51,3 +53,21 @@ def test_a_run_tells_each_of_its_stages_once(tmp_path):
     metrics = {name: arguments[1] for name, *arguments in notes.calls if name in ("on_step", "on_eval")}
     assert metrics["on_step"]["reward/mean"] == logged[1]["reward/mean"]
     assert metrics["on_eval"]["eval/reward"] == logged[1]["eval/reward"] == result.metrics["eval/reward"]
+
+
+def test_the_observer_of_the_page_follows_a_run(tmp_path, capsys):
+    page = (Path(trainer.__file__).parent / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    definitions, call, _ = code.partition("\ntrain(")
+    assert call
+    names = {}
+    exec(compile(definitions, "README.md", "exec"), names)
+    observer = names["Gaps"]()
+    gaps = []
+    observer.on_step = lambda step, metrics: (
+        names["Gaps"].on_step(observer, step, metrics),
+        gaps.append(observer.largest),
+    )
+    trainer.train(small_config("trainer.total_steps=1", "trainer.eval_every=1"), tmp_path, observer=observer)
+    assert gaps == [records(tmp_path)[-1]["rollout_corr/logprob_abs_diff_max"]]
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["0:", "1:"]

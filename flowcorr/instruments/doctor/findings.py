@@ -24,11 +24,11 @@ def judged(
     Args:
         value: the number; NaN is serious.
         limit: the largest value that is healthy.
-        good: the sentence where it is.
-        bad: the sentence where it is not.
-        remedy: what to do then.
+        good: the sentence for a healthy value.
+        bad: the sentence for other values.
+        remedy: the advice for other values.
         fails_above: the largest value that only warns; `limit` by default, so that nothing warns.
-        **numbers: others that tell the same, by name.
+        **numbers: further evidence, by name.
     """
     if value <= limit:
         return passed(good, value=value, limit=limit, **numbers)

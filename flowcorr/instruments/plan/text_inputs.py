@@ -67,7 +67,7 @@ def with_longest_prompt(
 def encoder_inputs(
     architecture: Architecture, family: type[ModelFamily], config: Config, texts: Collection[str]
 ) -> TextInputs:
-    """The text inputs while `texts` are encoded: padded to the longest, or to the family's limit."""
+    """Shapes of the text inputs during encoding of `texts`: padded to the longest, or to the family's limit."""
     inputs = text_inputs(architecture, family, config)
     if not inputs.encodes_to_longest:
         return inputs
