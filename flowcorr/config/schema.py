@@ -240,7 +240,8 @@ class RolloutConfig:
         drift_every: with stale weights, training steps between measurements that split the gap into the part of the
             engine and the part of older weights; each costs a recompute pass (two in bypass mode); 0 is off.
         replay_every: training steps between replays of a few whole images with the training stack, for differences that
-            log-probs cannot show, see `rollout_corr/replay/*`. The first step has one too; 0 is off.
+            log-probs cannot show, see `rollout_corr/replay/*`. The first step has one too, and any other decodes one
+            image again; 0 is off.
         prompts_per_step: prompts (groups) a training step, of all ranks together.
         n: images or videos per prompt.
         batch_size: images a forward pass, in an evaluation too (64 at the most); null samples all of a step at once, or

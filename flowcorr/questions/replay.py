@@ -12,6 +12,8 @@ training stack repeats one image of each prompt in five legs:
 | `decode` | final latents | image |
 | `reward` | image | score |
 
+The other training steps decode one image alone.
+
 Each leg starts from the rollout's own values, so it does not inherit the differences of the leg before it. The stack
 uses its own embeddings of the prompts, its own schedule, and the weights that sampled.
 
@@ -35,6 +37,7 @@ from flowcorr.actor import DiffusionActor
 from flowcorr.config.schema import Config
 from flowcorr.errors import BackendError
 from flowcorr.metrics import Metrics, maximum, mean
+from flowcorr.models import ModelFamily
 from flowcorr.questions.compared import Compared, velocity_gaps
 from flowcorr.questions.gap_split import behaviour_weights
 from flowcorr.questions.images import image_residuals
@@ -131,25 +134,50 @@ def replay_metrics(replays: Sequence[Replay], usual_gap: float) -> Metrics:
 
 def _replay(compared: Compared) -> Replay:
     """The replay of a rollout of one image, from its noise to its pixels."""
-    rollout = compared.rollout
+    legs = repeat_outside(compared)
+    residuals = _decoded(compared.actor.family, compared.rollout)
+    return Replay(
+        window=velocity_gaps(compared.means_of_seeds, compared.means, compared.still),
+        legs={name: errors for name, (errors, _) in errors_by_leg(legs).items()},
+        decode=_image_error(residuals),
+        residuals={**residuals, **_of_path(legs)},
+    )
+
+
+@torch.no_grad()
+def decoder_metrics(family: ModelFamily, rollout: Rollout) -> Metrics:
+    """`rollout_corr/replay/decode` and the residuals' terms of images, of a rollout of one image.
+
+    Raises:
+        BackendError: its image is of another size than the decoded one.
+    """
+    residuals = _decoded(family, rollout)
+    stats = {"rollout_corr/replay/decode": maximum(_image_error(residuals))}
+    return Metrics.merged(
+        [Metrics.from_stats(stats), *(terms(name, values) for name, values in residuals.items())]
+    )
+
+
+def _image_error(residuals: Mapping[str, Tensor]) -> float:
+    return float(residuals["image_error"]) if residuals else math.inf
+
+
+def _decoded(family: ModelFamily, rollout: Rollout) -> dict[str, Tensor]:
+    """The residuals of the one image of a rollout; none where the training stack's own pixels are not finite.
+
+    Raises:
+        BackendError: the image is of another size than the decoded one.
+    """
     assert rollout.final_latents is not None
     assert rollout.images is not None
-    legs = repeat_outside(compared)
-    image, finite = decode(compared.actor.family, rollout.final_latents)
+    image, finite = decode(family, rollout.final_latents)
     if image.shape != rollout.images.shape:
         raise BackendError(
             f"the rollout engine's images have shape {list(rollout.images.shape[1:])}, and the trainer decodes "
             f"{list(image.shape[1:])} from their final latents, as evaluations do: Rollout.images must be what the VAE "
             "decodes, neither resized nor cropped"
         )
-    residuals = image_residuals(rollout.images, image) if bool(finite.all()) else {}
-    decoded = float(residuals["image_error"]) if residuals else math.inf
-    return Replay(
-        window=velocity_gaps(compared.means_of_seeds, compared.means, compared.still),
-        legs={name: errors for name, (errors, _) in errors_by_leg(legs).items()},
-        decode=decoded,
-        residuals={**residuals, **_of_path(legs)},
-    )
+    return image_residuals(rollout.images, image) if bool(finite.all()) else {}
 
 
 def _of_path(legs: Sequence[Repeated]) -> dict[str, Tensor]:

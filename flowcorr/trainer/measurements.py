@@ -19,7 +19,7 @@ from flowcorr.metrics import Metrics, Stat, maximum
 from flowcorr.questions.gap_split import measure_gap_split, splits_gap
 from flowcorr.questions.noise import WindowResiduals
 from flowcorr.questions.question import REWARD
-from flowcorr.questions.replay import replay_images, replay_metrics, replays, reward_gaps
+from flowcorr.questions.replay import decoder_metrics, replay_images, replay_metrics, replays, reward_gaps
 from flowcorr.records import ActorBatch, Scores, Terms
 from flowcorr.rewards import RewardOutput, score_batch
 from flowcorr.rewards.statistics import image_metrics, reward_metrics
@@ -39,7 +39,7 @@ def measure(
     step: int,
     watch: Stopwatch,
 ) -> list[Metrics]:
-    """Measure images, rewards and the gap of each worker; every few training steps, split the gap and replay images.
+    """Measure images, rewards, decoder and the gap of each worker; every few steps, split the gap and replay images.
 
     Args:
         run: the training run, whose weights are still those that sampled.
@@ -82,7 +82,26 @@ def measure(
             with replay:
                 metrics, window = measure_replay(run, samples, scored, step)
             measured += [metrics, window.metrics()]
+    elif config.rollout.replay_every:
+        with watch("replay"):
+            measured.append(measure_decoder(run, samples, step))
     return measured
+
+
+def measure_decoder(run: TrainingRun, samples: Samples, step: int) -> Metrics:
+    """The decoder's part of a replay, of one image of this rank that the seeds choose; none where it has none.
+
+    Raises:
+        BackendError: the image is of another size than the decoded one.
+    """
+    rollout = samples.rollout
+    rows = [row for row, place in enumerate(samples.fresh) if place not in samples.broken]
+    if rollout.final_latents is None or not rows:
+        return Metrics()
+    row = rows[sde.stable_seed(run.config.trainer.seed, step, "decoder") % len(rows)]
+    image = torch.from_numpy(samples.images[samples.fresh[[row]]]).to(run.actor.device)
+    chosen = replace(rollout.select(slice(row, row + 1)), images=image)
+    return decoder_metrics(run.actor.family, chosen)
 
 
 def measure_replay(
