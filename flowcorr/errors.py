@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 MAX_SHOWN = 120
@@ -23,6 +23,27 @@ class BatchError(FlowcorrError, ValueError):
 
 class BackendError(FlowcorrError, RuntimeError):
     """A rollout engine, reward or file system that failed while it was used."""
+
+
+class RolloutFault(BackendError):
+    """A training step that measured what only a fault explains, and was stopped before its state was kept.
+
+    Args:
+        step: the training step.
+        findings: the `flowcorr.health.finding.Finding`s, the worst first.
+        metrics: what the step had measured.
+        terms: the `flowcorr.dumps.DumpedTerms` of its samples on this rank; None where it has none.
+    """
+
+    def __init__(
+        self, step: int, findings: Sequence[Any], metrics: Mapping[str, float], terms: Any = None
+    ) -> None:
+        self.step, self.findings, self.metrics, self.terms = step, findings, metrics, terms
+        super().__init__(
+            f"training step {step} was stopped, for what it measured proves a fault: "
+            + "; ".join(map(str, findings))
+            + "; trainer.on_fault=warn trains on all the same"
+        )
 
 
 class CheckpointError(FlowcorrError, RuntimeError):

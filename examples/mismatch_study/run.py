@@ -141,6 +141,7 @@ def train(run: Run) -> list[Row]:
     born = time.process_time()
     steps = run.phase.steps[run.arm.window]
     keys = [f"trainer.seed={run.seed}", f"data.num_heldout={run.phase.words}", *IN_TURN, *run.phase.overrides]
+    keys.append("trainer.on_fault=warn")  # some arms plant the faults that would stop them
     training, data = build_run(config.load(RECIPE, [*run.arm.overrides(), *keys]))
     if run.arm.corrupted:
         training = replace(

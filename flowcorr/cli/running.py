@@ -20,7 +20,10 @@ from flowcorr.cli.command import (
     find_own_code,
     writable_folder,
 )
+from flowcorr.errors import RolloutFault
 from flowcorr.processes import StopRequest
+
+EXIT_FAULT = 3
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -41,8 +44,11 @@ def train(arguments: argparse.Namespace) -> int:
     prints the command that resumes; another Ctrl-C, 2 seconds later or more, stops at once. A closed terminal and a
     scheduler's SIGTERM or SIGUSR1 end a run like the first Ctrl-C.
 
-    Exit codes: 0 finished, 1 failed, 2 bad configuration, 128 + signal interrupted and saved, trainer.requeue after
-    SIGUSR1
+    A training step that measures what only a broken rollout engine explains ends the run before anything is learned
+    from it, with the part at fault, the evidence and the command that resumes. trainer.on_fault=warn trains on.
+
+    Exit codes: 0 finished, 1 failed, 2 bad configuration, 3 stopped at a fault of the rollout engine and saved, 128 +
+    signal interrupted and saved, trainer.requeue after SIGUSR1
     """
     if os.environ.get("RANK", "0") == "0":
         print(f"loading {arguments.recipe}", flush=True)  # torch alone takes seconds to import
@@ -56,6 +62,7 @@ def train(arguments: argparse.Namespace) -> int:
     from flowcorr.instruments.doctor import examine_before_start, examines_before_start
     from flowcorr.instruments.plan.check import check_this_gpu
     from flowcorr.instruments.progress import TerminalObserver
+    from flowcorr.instruments.stopped import stopped_run
     from flowcorr.trainer import train as run
 
     check_this_gpu(arguments.recipe, arguments.overrides, config)
@@ -70,6 +77,10 @@ def train(arguments: argparse.Namespace) -> int:
     try:
         with TerminalObserver(recipe=recipe) if shows else contextlib.nullcontext() as observer:
             result = run(config, out_dir, resume=arguments.resume, observer=observer, before_start=doctor)
+    except RolloutFault as fault:
+        if shows:
+            page.show(stopped_run(fault, out_dir))
+        return EXIT_FAULT
     except StopRequest as stop:
         if shows:
             print(f"flowcorr: {stop} before the first step; nothing is lost", file=sys.stderr)

@@ -46,6 +46,9 @@ class TrainerConfig:
             own (any `rollout.name` but `in_process`, or `rollout.placement: ray`), which takes a minute or more;
             `in_process` samples with the trainer's own code and weights, be they rounded or older ones, and needs no
             exam. `auto` leaves it out where ranks share a transformer (`actor.fsdp`).
+        on_fault: where a training step measures what only a fault of the rollout engine explains, `stop` the run before
+            it learns from it, with the state before the step saved, and exit code 3. `warn` trains on: for an engine
+            that keeps latents in bfloat16, or draws noise of its own, by choice.
         dump_log_probs: write the log-probs of every training step to `log_probs/`, which `flowcorr audit` replays
             under other presets and `flowcorr report` draws; some 50 bytes a term.
     """
@@ -69,6 +72,7 @@ class TrainerConfig:
     num_threads: int | None = None
     collective_timeout: float = 1800.0
     doctor: bool | Literal["auto"] = "auto"
+    on_fault: Literal["stop", "warn"] = "stop"
     dump_log_probs: bool = False
 
     def __post_init__(self) -> None:

@@ -27,6 +27,7 @@ class Finding:
         numbers: what tells it, by name: values, limits, steps, the run.
         remedy: what to do, without a full stop.
         keys: lines of YAML that load on top of the recipe at hand.
+        fault: whether only a fault explains it, so that a training run stops there, see `trainer.on_fault`.
     """
 
     level: Level
@@ -36,6 +37,7 @@ class Finding:
     numbers: Mapping[str, Any] = field(default_factory=dict)
     remedy: str = ""
     keys: str = ""
+    fault: bool = False
 
     @property
     def text(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from flowcorr.health.metric import NATS, Drawn, row, under
 from flowcorr.health.of_residuals import RESIDUALS, image_limit
 from flowcorr.health.rule import DOCTOR, PERSISTENT, Rule, Units
-from flowcorr.questions.question import AFTER, BEFORE, BETWEEN, ERRORS, IMAGES_REMEDY, REWARD
+from flowcorr.questions.question import AFTER, BEFORE, BETWEEN, BEYOND, ERRORS, IMAGES_REMEDY, REWARD
 
 _ROUNDED = 1e-5  # nats a latent element: the rounding of a log-prob in float32
 
@@ -21,6 +21,12 @@ def _usual_kl(units: Units) -> float:
     if units.num_elements is not None:
         error = ERRORS * distance / math.sqrt(units.num_elements * units.num_terms)
     return distance**2 / 2 + error + _ROUNDED
+
+
+def _of_fresh_weights(units: Units) -> float:
+    """What old weights do to the KL, learning decides, and no precision bounds it."""
+    fresh = units.config is not None and units.config.rollout.max_weight_age == 0
+    return BEYOND if fresh else math.inf
 
 
 _CENTRE = (
@@ -64,6 +70,7 @@ DRIFT = under(
             what="KL of old and rollout policy, nats a latent element,",
             low=lambda units: -_usual_kl(units),
             high=_usual_kl,
+            fault=_of_fresh_weights,
             advice=f"the stacks score the same trajectory differently, by more than their precision explains: {DOCTOR}",
         ),
     ),
@@ -221,6 +228,7 @@ DRIFT = under(
             name="replay_window",
             what="relative error of the velocity in the SDE window of replayed images",
             high=lambda units: units.usual_gap,
+            fault=BEYOND,
             hides=("replay_before", "replay_between", "replay_after"),
             advice=f"{DOCTOR}: rounding does not explain this gap, and the steps outside the window are judged "
             "only after it is mended. Where rollout_corr/logprob_abs_diff_mean is as large as ever, the "
@@ -239,6 +247,7 @@ DRIFT = under(
             name="replay_decode",
             what="difference of an image from the trainer's decoding of its latents, in grey levels of 255,",
             high=image_limit,
+            fault=BEYOND,
             advice=f"{IMAGES_REMEDY}; where the difference is infinite, the trainer's own decoder gives pixels that "
             "are not finite: check the files of its VAE, and where model.dtype is not float32, try that",
         ),

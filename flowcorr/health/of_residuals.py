@@ -14,7 +14,7 @@ import math
 from flowcorr.config.engines import ENGINES
 from flowcorr.health.metric import Metric, row
 from flowcorr.health.rule import Limit, Rule, Units
-from flowcorr.questions.question import AFTER, BEFORE, IMAGES_REMEDY, STEP_NOISE
+from flowcorr.questions.question import AFTER, BEFORE, BEYOND, IMAGES_REMEDY, STEP_NOISE
 from flowcorr.rollout.precision import coarse_weights, image_limit_of
 
 
@@ -24,7 +24,7 @@ def _row(name: str, what: str, unit: str, *, limit: Limit, remedy: str) -> Metri
         f"residual/{name}",
         f"Over the run so far, {what}: the size that chance does not explain; 0 for rounding.",
         unit,
-        rule=Rule(name=name, what=f"{what}, beyond chance,", high=limit, advice=remedy),
+        rule=Rule(name=name, what=f"{what}, beyond chance,", high=limit, fault=BEYOND, advice=remedy),
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from flowcorr.health.metric import NATS, Drawn, row, under
 from flowcorr.health.rule import DOCTOR, PERSISTENT, Limit, Rule, Units
@@ -38,6 +40,15 @@ def _most_shared(units: Units) -> float:
     return 1 + by_chance + units.num_terms * units.mean_gap * units.mean_gap
 
 
+def _why_skipped(_: Units, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The metrics that tell why updates are skipped, where they are not 0."""
+    names = ("mostly_rejected_updates", "nonfinite_fraction", "rollout_corr/rollout_rs_masked_fraction")
+    every = {name: metrics.get(f"actor/{name}") for name in names} | {
+        "failed samples": metrics.get("reward/failed_samples")
+    }
+    return {name: value for name, value in every.items() if value}
+
+
 UPDATE = under(
     "actor/",
     row("loss", "The policy loss, averaged over the terms that `rollout_rs_denominator` counts."),
@@ -70,7 +81,21 @@ UPDATE = under(
         chart=Drawn(section="update", title="Gradient norm"),
     ),
     row("lr", "Learning rate."),
-    row("updates", "Optimizer updates taken in the training step.", "updates"),
+    row(
+        "updates",
+        "Optimizer updates taken in the training step.",
+        "updates",
+        rule=Rule(
+            name="no_update",
+            what="number of updates, through ten training steps in a row,",
+            low=1.0,
+            fault=1.0,
+            patience=10,
+            numbers=_why_skipped,
+            advice="nothing is learned: every update is skipped, because most terms are rejected, no group is left or "
+            "gradients are not finite; mend that, as the numbers tell which it is",
+        ),
+    ),
     row(
         "skipped_updates",
         "Updates skipped: all or most terms rejected, or the gradient not finite.",

@@ -88,6 +88,8 @@ class Rule:
         what: the metric in words.
         low, high: the healthy range: numbers, or functions of the run's `Units`.
         serious: limit above which the finding is serious.
+        fault: the multiple of a limit beyond which only a fault explains the value, so that a training run stops; 1 of
+            an equality. Infinite where chance, learning or precision may explain any value.
         advice: what to do outside the range.
         applied: judge the metric of the whole update, `actor/rollout_corr/`, if it is logged; charts show both.
         patience: consecutive steps outside the range that make a finding.
@@ -105,6 +107,7 @@ class Rule:
     low: Limit = -math.inf
     high: Limit = math.inf
     serious: float = math.inf
+    fault: Limit = math.inf
     applied: bool = False
     patience: int = 1
     each_time: bool = False
@@ -117,13 +120,25 @@ class Rule:
     def of(cls, question: Question, advice: str = "") -> Self:
         """The rule of a question; the advice is its remedy unless there is more to say."""
         return cls(
-            name=question.name, what=question.what, high=question.limit, advice=advice or question.remedy
+            name=question.name,
+            what=question.what,
+            high=question.limit,
+            fault=question.fault,
+            advice=advice or question.remedy,
         )
 
     def limits(self, units: Units) -> tuple[float, float]:
         """The healthy range in a run; infinite where it has no limit."""
         low, high = (limit(units) if callable(limit) else limit for limit in (self.low, self.high))
         return low, high
+
+    def proves(self, value: float, units: Units) -> bool:
+        """Whether only a fault explains a value in a run."""
+        times = self.fault(units) if callable(self.fault) else self.fault
+        if math.isinf(times):
+            return False
+        low, high = self.limits(units)
+        return value > times * high or value < (times * low if low < 0 else low / times)
 
     def judge(self, metrics: Mapping[str, Any], units: Units) -> BrokenRule | None:
         """The break of this rule by a training step; None within the range, or where the metric is missing or null.
@@ -149,6 +164,7 @@ class Rule:
             beyond=abs(value - limit),
             level="note" if note else "serious" if serious else "warning",
             remedy=note,
+            fault=self.proves(value, units),
         )
 
     def broken(
@@ -160,10 +176,16 @@ class Rule:
         level: Level = "warning",
         remedy: str = "",
         part: str = "",
+        fault: bool = False,
     ) -> BrokenRule:
         """A break of this rule; the remedy is its advice unless there is another."""
         finding = Finding(
-            level=level, cause=self.name, sentence=sentence, numbers=numbers, remedy=remedy or self.advice
+            level=level,
+            cause=self.name,
+            sentence=sentence,
+            numbers=numbers,
+            remedy=remedy or self.advice,
+            fault=fault,
         )
         return BrokenRule(rule=self, finding=finding, beyond=beyond, part=part)
 

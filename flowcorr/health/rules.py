@@ -81,9 +81,9 @@ def examine_run(
     lasting: set[tuple[str, str]] = set()
     for record in filter(is_step, records):
         step = record.get("step")
-        broken_rules = monitor.judge(record, by_step.get(step, units) if step is not None else units)
-        lasting.update(broken.key for broken in monitor.news(broken_rules))
-        for broken in broken_rules:
+        judged = monitor.judge(record, by_step.get(step, units) if step is not None else units)
+        lasting.update(broken.key for broken in monitor.news(judged))
+        for broken in judged:
             by_key[broken.key].append(replace(broken, finding=_with(broken.finding, step=step)))
     findings = [
         _with(max(steps, key=lambda broken: broken.badness).finding, steps=len(steps))
@@ -131,22 +131,18 @@ class HealthMonitor:
         if not is_step(metrics):
             return []
         told = [fault for fault in faults if self._is_new((fault.cause, ""), fault.level)]
-        broken_rules = [broken for broken in self.judge(metrics, units) if matters(broken.finding, faults)]
-        return [*told, *(broken.finding for broken in self.news(broken_rules))]
+        judged = [broken for broken in self.judge(metrics, units) if matters(broken.finding, faults)]
+        return [*told, *(broken.finding for broken in self.news(judged))]
 
     def judge(self, metrics: Mapping[str, Any], units: Units | None = None) -> list[BrokenRule]:
         """All rules that the next training step breaks, however often they were broken before."""
         of_step = (units or self._units).of_step(metrics)
-        judged = [rule.judge(metrics, of_step) for rule in self._rules]
-        broken_rules = [broken for broken in judged if broken is not None]
-        hidden = {name for broken in broken_rules for name in broken.rule.hides}
-        visible = [broken for broken in broken_rules if broken.rule.name not in hidden]
-        return [*visible, *self._detected(metrics)]
+        return [*broken_rules(metrics, of_step, self._rules), *self._detected(metrics)]
 
-    def news(self, broken_rules: Sequence[BrokenRule]) -> list[BrokenRule]:
+    def news(self, judged: Sequence[BrokenRule]) -> list[BrokenRule]:
         """Of the rules that a training step breaks, those that have lasted and are to be told."""
-        self._streaks = {broken.key: self._streaks.get(broken.key, 0) + 1 for broken in broken_rules}
-        lasting = [broken for broken in broken_rules if self._streaks[broken.key] >= broken.rule.patience]
+        self._streaks = {broken.key: self._streaks.get(broken.key, 0) + 1 for broken in judged}
+        lasting = [broken for broken in judged if self._streaks[broken.key] >= broken.rule.patience]
         return [
             broken
             for broken in lasting
@@ -163,6 +159,20 @@ class HealthMonitor:
             return False
         self._reported[key] = level
         return True
+
+
+def broken_rules(metrics: Mapping[str, Any], units: Units, rules: Sequence[Rule]) -> list[BrokenRule]:
+    """The rules that a training step breaks, without those that another one hides.
+
+    Args:
+        metrics: of the step.
+        units: of the step.
+        rules: those that judge it.
+    """
+    judged = [rule.judge(metrics, units) for rule in rules]
+    broken = [one for one in judged if one is not None]
+    hidden = {name for one in broken for name in one.rule.hides}
+    return [one for one in broken if one.rule.name not in hidden]
 
 
 def matters(finding: Finding, faults: Sequence[Finding]) -> bool:

@@ -14,15 +14,19 @@ class Fault:
         meaning: its explanation.
         hides: other faults whose trace it leaves as well.
         hides_advice: whether no advice on the gap's correction can hold beside it.
+        proof: whether only a fault of the bookkeeping explains its trace, and no weights that diverge or are old.
     """
 
     meaning: str
     hides: tuple[str, ...] = ()
     hides_advice: bool = True
+    proof: bool = True
 
 
 FAULTS: Mapping[str, Fault] = {
-    "non_finite": Fault(meaning="Log-probs of the engine or the trainer are not finite.", hides_advice=False),
+    "non_finite": Fault(
+        meaning="Log-probs of the engine or the trainer are not finite.", hides_advice=False, proof=False
+    ),
     "summed": Fault(
         meaning="Log-probs are sums over the latent, where means are expected.",
         hides=("other_std",),
@@ -44,8 +48,11 @@ FAULTS: Mapping[str, Fault] = {
         meaning="The steps of trainer and engine have different stds: by another noise level, sde_type or schedule."
     ),
     "few_samples": Fault(
-        meaning="The gap of a few samples is far from that of the others; rounding affects all samples alike."
+        meaning="The gap of a few samples is far from that of the others; rounding affects all samples alike.",
+        proof=False,
     ),
-    "stale": Fault(meaning="The weights that sampled were older than the trainer's.", hides_advice=False),
+    "stale": Fault(
+        meaning="The weights that sampled were older than the trainer's.", hides_advice=False, proof=False
+    ),
 }
 """By cause, in the order of `faults.FINDERS`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -80,7 +81,11 @@ def diagnose(gaps: Mapping[int, Terms], ages: Mapping[int, Tensor] | None = None
     gaps = {step: gap.select((slice(None), trained)) for step, gap in gaps.items()}
     findings = [finding for find in FINDERS if (finding := find(gaps, ages or {})) is not None]
     hidden = {name for finding in findings for name in FAULTS[finding.cause].hides}
-    return [finding for finding in findings if finding.cause not in hidden]
+    return [
+        replace(finding, fault=FAULTS[finding.cause].proof)
+        for finding in findings
+        if finding.cause not in hidden
+    ]
 
 
 def _non_finite(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:

@@ -48,8 +48,8 @@ class Watch:
 
         Returns:
             `rollout_corr/*` of the terms that were scored before the step's first update, where `before_update` tells
-            them, and the findings that are new. Those of the first step name rules that cannot judge for lack of a
-            field.
+            them, and the findings that are new; `Finding.fault` of one that only a fault explains, at which flowcorr's
+            own trainer stops. Those of the first step name rules that cannot judge for lack of a field.
 
         Raises:
             BatchError: a shape or value is not allowed, or the trainer's own log-probs are missing.

@@ -7,6 +7,7 @@ compute numbers that come part by part or take passes of the model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -37,6 +38,8 @@ class Question:
         number: computes it of a rollout, `[B, ...]`: of booleans (samples at fault) the share is logged, of numbers the
             largest. It returns None if the rollout lacks its inputs. Without a function, the number is computed part by
             part or in replays.
+        fault: the multiple of `limit` from which on only a fault explains the number, so that a training run stops; by
+            default it goes on.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Question:
     remedy: str
     metric: str = ""
     number: Callable[[Compared], Tensor | None] | None = None
+    fault: float = math.inf
 
     @property
     def logged_as(self) -> str:
@@ -75,6 +79,8 @@ def _own_question(path: str) -> Question:
     return question
 
 
+EQUALITY = 1.0  # no precision or chance breaks the limit
+BEYOND = 2.0  # of a limit that was set by clean runs of several precisions
 _SEEDS = "(seed, training step, group, member)"
 
 SIGMAS = Question(
@@ -91,6 +97,7 @@ WINDOWS = Question(
     metric="rollout/other_windows",
     number=lambda compared: compared.other_windows | (compared.sigma_errors.cpu() > SIGMAS.limit).any(1),
     limit=0.0,  # samples
+    fault=EQUALITY,
     remedy="pass sampling.sde_window_size, sde_window_range (half-open), sde_window_layout and window_per with every "
     "request and read them per request, or take the steps that flowcorr.sde.draw_windows gives",
 )
@@ -99,6 +106,7 @@ LATENTS = Question(
     what="share of samples whose latents were rounded to half precision, or clamped,",
     number=lambda compared: compared.coarse_latents,
     limit=0.0,  # samples
+    fault=EQUALITY,
     remedy="draw, keep and return latents in float32, the initial noise included, and leave them as they are between "
     "the steps",
 )
@@ -108,6 +116,7 @@ TRAJECTORIES = Question(
     metric="rollout/broken_trajectories",
     number=lambda compared: compared.broken_trajectories,
     limit=0.0,  # samples
+    fault=EQUALITY,
     remedy=f"draw the initial noise by flowcorr.sde.initial_noise of {_SEEDS}, and return the latents before and after "
     "each step of the window as they were",
 )
@@ -116,6 +125,7 @@ STDS = Question(
     what="relative difference of a step's std from that of the configuration",
     number=lambda compared: compared.std_errors,
     limit=1e-4,  # relative; float32 agrees within 1e-7, a noise level of .8 instead of .7 gives .14
+    fault=EQUALITY,
     remedy="sample with sampling.sde_type and sampling.noise_level, and return the full std of a step",
 )
 LOG_PROBS = Question(
@@ -123,6 +133,7 @@ LOG_PROBS = Question(
     what="difference of a log-prob from that of the noise of its seeds",
     number=lambda compared: compared.log_prob_errors,
     limit=1e-5,  # nats; float32 gives 1e-6, rounding to bfloat16 2e-3, and noise rounded to bfloat16 1e-4
+    fault=EQUALITY,
     remedy="score with flowcorr.sde.log_prob: the mean over the elements, with its normaliser, in float32; return the "
     "latents, means and stds that were scored",
 )
@@ -131,6 +142,7 @@ STEP_NOISE = Question(
     what="standard errors between the step noise and that of its seeds",
     metric="rollout/noise_z_max",
     limit=ERRORS,
+    fault=EQUALITY,
     remedy=f"add s times flowcorr.sde.step_noise of {_SEEDS} and step index to the mean, in float32, and leave the "
     "latents as they are",
 )
@@ -143,6 +155,7 @@ BEFORE = Question(
     what="error of the steps before the SDE window, in errors of the window itself,",
     metric="rollout_corr/replay/before",
     limit=_OUTSIDE,
+    fault=BEYOND,
     remedy=f"{_NO_LOG_PROB} initial noise, prompt embeddings, guidance, timesteps and schedule before the window in "
     "both stacks",
 )
@@ -151,6 +164,7 @@ BETWEEN = Question(
     what="error of the steps between those of the SDE window, in errors of the window itself,",
     metric="rollout_corr/replay/between",
     limit=_OUTSIDE,
+    fault=BEYOND,
     remedy=f"{_NO_LOG_PROB} embeddings, guidance and schedule of the steps between those of the window in both stacks, "
     "and return the latents before and after each SDE step",
 )
@@ -159,6 +173,7 @@ AFTER = Question(
     what="error of the steps after the SDE window, in errors of the window itself,",
     metric="rollout_corr/replay/after",
     limit=_OUTSIDE,
+    fault=BEYOND,
     remedy=f"{_NO_LOG_PROB} prompt embeddings, guidance, timesteps and schedule after the window in both stacks, and "
     "leave latents as they are between the steps",
 )

@@ -21,8 +21,8 @@ from flowcorr.records import ActorBatch
 
 def logged_terms(
     batch: ActorBatch, update: Update, *, advantages: Tensor, rewards: np.ndarray, bypass: bool
-) -> DumpedTerms:
-    """All terms of a batch, on the CPU, each with its last score in the update.
+) -> DumpedTerms | None:
+    """All terms of a batch, on the CPU, each with its last score in the update; None of a rank without samples.
 
     Args:
         batch: the batch of the update.
@@ -32,7 +32,6 @@ def logged_terms(
         bypass: whether the training step is in bypass mode.
     """
     rollout, shape = batch.rollout, batch.rollout.log_probs.shape
-    assert batch.old_log_probs is not None
     columns: dict[str, Tensor] = {}
     before_update = torch.zeros_like(rollout.log_probs, dtype=torch.int64)
     for part in update.parts:
@@ -57,6 +56,25 @@ def logged_terms(
         columns["old_rollout_kl"] = kl
     if bypass:  # else the gap is that of the old policy, which learned nothing from the batch
         columns["before_update"] = before_update
+    return sampled_terms(batch, advantages=advantages, rewards=rewards, bypass=bypass, **columns)
+
+
+def sampled_terms(
+    batch: ActorBatch, *, advantages: Tensor, rewards: np.ndarray, bypass: bool, **columns: Tensor
+) -> DumpedTerms | None:
+    """All terms of a batch, on the CPU, as they are before its update; None of a rank without samples.
+
+    Args:
+        batch: with the log-probs of the old policy.
+        advantages: `[B]`, before rejection.
+        rewards: `[B]`.
+        bypass: whether the training step is in bypass mode.
+        columns: further columns of `DumpedTerms`.
+    """
+    rollout = batch.rollout
+    if not rollout.num_samples:
+        return None
+    assert batch.old_log_probs is not None
     known: dict[str, Any] = dict(columns)
     dumped = DumpedTerms(
         rollout_log_probs=rollout.log_probs,

@@ -18,7 +18,7 @@ from flowcorr import devices, distributed, dumps
 from flowcorr.config import rules
 from flowcorr.config.schema import Config
 from flowcorr.correction.bounds import idle_modes
-from flowcorr.errors import BackendError
+from flowcorr.errors import BackendError, RolloutFault
 from flowcorr.processes import clear_shared_memory
 from flowcorr.trackers import IMAGES_FOLDER, Ending, Trackers, build_trackers
 from flowcorr.trainer import checkpoint, out_of_memory, run_folder, state
@@ -26,6 +26,7 @@ from flowcorr.trainer.best import Best, best_checkpoint, best_so_far
 from flowcorr.trainer.checkpoint import TrainingState
 from flowcorr.trainer.evaluate import evaluate
 from flowcorr.trainer.events import EventLog
+from flowcorr.trainer.fault import keep_evidence
 from flowcorr.trainer.images import before_after
 from flowcorr.trainer.log_probs import save_terms
 from flowcorr.trainer.observer import Observer, RunResult, Silent
@@ -50,7 +51,7 @@ def train(
     """Train to `trainer.total_steps` and write everything to `out_dir`.
 
     The folder holds `config.yaml`, `metrics.jsonl`, `events.jsonl`, `checkpoints/`, `images/`, with
-    `trainer.dump_log_probs` also `log_probs/`, and after a failure `failure.txt` with its reason.
+    `trainer.dump_log_probs` also `log_probs/`, after a failure `failure.txt`, and after a fault of the engine `fault/`.
 
     If torchrun or accelerate started several ranks, they share the work of each step, with the result of one rank. The
     main rank writes the folder and calls the observer; another rank writes only its failure, as `failure_rank1.txt`. A
@@ -73,6 +74,7 @@ def train(
         CheckpointError: an earlier run has no intact checkpoint, or a checkpoint cannot be written.
         BackendError: the reward failed, or the folder can no longer be written to.
         BatchError: the rollout returned values that cannot be trained on.
+        RolloutFault: a training step measured what only a fault of the engine explains, see `trainer.on_fault`.
         RankError: another rank failed, or did not reach a collective within `trainer.collective_timeout`.
     """
     rules.check(config)
@@ -210,17 +212,16 @@ class _Loop:
                 self.config, lambda: self._phase, lambda: actor.scorer.passes.samples
             ):
                 return train_step(self.run, step, self._on_phase)
-        except Exception:
+        except Exception as error:
+            fault = error if isinstance(error, RolloutFault) else None  # which stops all ranks alike
+            unsaved = actor.weights.version == version and self.saved_step != self.step
             if self._before is not None:
                 self._rescue(self._before)
-            # Saving trained shards needs all ranks, and one of them has failed.
-            elif (
-                actor.weights.version == version
-                and self.saved_step != self.step
-                and not actor.weights.trains_shards
-            ):
+            elif unsaved and (fault or not actor.weights.trains_shards):  # saving shards needs all ranks
                 prompts.position = position
                 self._rescue()
+            if fault:
+                keep_evidence(self.out_dir, fault, self.config.actor, self.events)
             raise
 
     @contextlib.contextmanager
@@ -277,8 +278,7 @@ class _Loop:
                 captured = captured or self._captured()
                 if self.saved_step is None or self.saved_step < captured[0].step:
                     self._write(*captured)
-        except Exception as error:
-            # Report the failure that led here instead.
+        except Exception as error:  # the failure that led here is to be reported
             logger.warning("no checkpoint could be saved: %s", error)
 
     def _warn_of_idle_bands(self, values: Mapping[str, float]) -> None:

@@ -9,6 +9,7 @@ from flowcorr.actor import DiffusionActor
 from flowcorr.algorithm import AutoMode
 from flowcorr.config.schema import Config
 from flowcorr.data import PromptStream
+from flowcorr.health.gate import Gate
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.questions.residual_terms import Residuals
 from flowcorr.rewards import Reward, ThreadReward
@@ -45,6 +46,7 @@ class TrainingRun:
         in_flight: samples that Ray workers generate ahead of time, by training step.
         residuals: of all training steps so far.
         mode: the rollout correction in force; with `bypass_mode: auto` it changes between steps.
+        gate: stops the run at a fault.
     """
 
     config: Config
@@ -60,9 +62,10 @@ class TrainingRun:
     in_flight: dict[int, PendingStep] = field(default_factory=dict)
     residuals: Residuals = field(default_factory=Residuals)
     mode: AutoMode = field(init=False)
+    gate: Gate = field(init=False)
 
     def __post_init__(self) -> None:
-        self.mode = AutoMode.of(self.config)
+        self.mode, self.gate = AutoMode.of(self.config), Gate(self.config)
 
     def close(self) -> None:
         """End the processes of the engine, and the processes or the thread of the reward."""

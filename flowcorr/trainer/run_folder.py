@@ -59,6 +59,7 @@ _MAY_CHANGE = (
             "trackers",
             "metrics",
             "checks",
+            "on_fault",
             "best_metric",
             "num_threads",
             "collective_timeout",

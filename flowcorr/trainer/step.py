@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from flowcorr.records import ActorBatch, ImageArray, Prompt, Rollout
 from flowcorr.rewards import training_scores
 from flowcorr.trainer import out_of_memory
 from flowcorr.trainer.collect import collect, prefetch, score, whole_groups
-from flowcorr.trainer.log_probs import logged_terms
+from flowcorr.trainer.log_probs import logged_terms, sampled_terms
 from flowcorr.trainer.measurements import measure, own_metrics
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.timing import Stopwatch
@@ -50,7 +51,11 @@ class StepResult:
 
 
 def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> StepResult:
-    """Sample, score, correct, learn: prompts -> rollout -> rewards -> advantages -> correction -> update."""
+    """Sample, score, correct, learn: prompts -> rollout -> rewards -> advantages -> correction -> gate -> update.
+
+    Raises:
+        RolloutFault: what was measured proves a fault, see `trainer.on_fault`.
+    """
     config, actor, correction = run.config, run.actor, run.mode.correction
     watch = Stopwatch(on_phase, actor.device)
     sde.seed_globals(config.trainer.seed, "step", step, distributed.rank())
@@ -90,26 +95,33 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
                 batch, correction, actor_config=config.actor, num_steps=config.sampling.num_inference_steps
             )
         metrics.append(corrected)
+    if old is not None:
+        metrics.append(first_scores.metrics())
+    measured = Metrics.merged(metrics).across_ranks()
+    bypass = correction.mode == "bypass"
+    evidence = partial(sampled_terms, batch, advantages=advantages, rewards=succeeded.scores, bypass=bypass)
+    run.gate.check(step, measured, evidence)  # before anything is learned from the samples
 
     with watch("update"):
         observe = first_scores if old is None else None
         update = actor.update(batch, correction, training_step=step, observe=observe)
-        metrics += [update.metrics, first_scores.metrics()]
+        metrics = [update.metrics]
         if old is None:
-            metrics.append(own_metrics(config, update.first_terms))
+            metrics += [first_scores.metrics(), own_metrics(config, update.first_terms)]
         actor.optimizer.adamw.zero_grad()  # gradients would fill memory until the next update
     with watch("sync"):
         run.engine.sync(actor.weights.for_engine())
         prefetch(run, step + 1)
 
     metrics.append(watch.metrics(num_images=len(drawn) * config.rollout.n))
-    merged = Metrics.merged(metrics).across_ranks()
+    merged = Metrics.merged([measured, Metrics.merged(metrics).across_ranks()])
+    merged = Metrics.merged([merged, run.mode.observe(merged), run.residuals.observe(merged)])
+    run.gate.check(step, merged, evidence)
     terms = None
     if config.trainer.dump_log_probs and rollout.num_samples:
-        bypass = correction.mode == "bypass"
         terms = logged_terms(batch, update, advantages=advantages, rewards=succeeded.scores, bypass=bypass)
     return StepResult(
-        metrics=Metrics.merged([merged, run.mode.observe(merged), run.residuals.observe(merged)]),
+        metrics=merged,
         images=samples.images,
         prompts=samples.prompts,
         scores=scored.scores,

@@ -13,6 +13,7 @@ import pytest
 from flowcorr.cli import main
 from flowcorr.trainer import checkpoint
 from flowcorr.trainer.events import read_events
+from tests.trainer.test_fault import NAME, STEP, broken_by, wrong_log_probs
 
 SMALL = [
     "rollout.prompts_per_step=2",
@@ -135,3 +136,13 @@ def test_fields_that_are_not_used_are_told_once(tmp_path, capsys):
     ]
     assert "negative_prompt of " in told[2]
     assert "no effect: guidance is off at sampling.guidance_scale=1" in told[2]
+
+
+def test_a_fault_of_the_engine_has_an_exit_code_and_a_screen(tmp_path, capsys, monkeypatch):
+    broken_by(monkeypatch, wrong_log_probs)
+    out = tmp_path / "run"
+    assert train(out, NAME, "trainer.doctor=false", "trainer.total_steps=4") == 3
+    printed = capsys.readouterr().out
+    assert "log_prob_error" in printed
+    assert f"flowcorr train {out / 'config.yaml'} --resume --out {out}" in printed.replace("\n", " ")
+    assert checkpoint.folders(out / "checkpoints")[-1].name == f"step_{STEP - 1:06d}"

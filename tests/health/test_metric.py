@@ -27,6 +27,7 @@ CASES = {
     "clip_noise": ("rollout_corr/clip_noise_fraction", [0.1], [0.2]),
     "gap_nonfinite": ("rollout_corr/nonfinite_fraction", [0.0], [0.01, 0.5]),
     "bookkeeping": ("rollout_corr/bookkeeping_z_max", [0.0, 4.1, 6.0], [6.1, 900.0]),
+    "no_update": ("actor/updates", [1.0, 8.0], [0.0]),
     "skipped": ("actor/skipped_updates", [0.0], [1.0]),
     "mostly_rejected": ("actor/mostly_rejected_updates", [0.0], [1.0]),
     "nonfinite": ("actor/nonfinite_fraction", [0.0], [0.01, 0.5]),

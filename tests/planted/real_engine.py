@@ -2,11 +2,14 @@
 
     PYTHONPATH=.:tests python -m tests.planted.real_engine --dtype float32 --guidance 3
     PYTHONPATH=.:tests python -m tests.planted.real_engine --family flux_kontext --fault references_scaled=0.01
+    PYTHONPATH=.:tests python -m tests.planted.real_engine --dtype float32 --guidance 3 --begin 3 --steps 10
 
 The engine is started once, with its worker in this process (`distributed_executor_backend: uni`), where a fault changes
 its pipeline, its sampling loop, its transformer or its worker, and is taken back afterwards. Each fault is shown to the
 doctor, in the precision that the engine has, and to a training run, decoupled, as a recipe starts both. A fault with a
-size is planted in smaller ones while it is named. Needs the environment of `tests/rollout/vllm_omni/install.sh`.
+size is planted in smaller ones while it is named. With `--begin`, a run without the doctor is shown instead: each fault
+begins at that training step, and the row says where the gate stops the run. Needs the environment of
+`tests/rollout/vllm_omni/install.sh`.
 """
 
 from __future__ import annotations
@@ -19,13 +22,13 @@ import logging
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tiny_pipelines import FAMILIES, make_sensitive
 
 from flowcorr.data import PromptStream
-from flowcorr.errors import BackendError, BatchError
+from flowcorr.errors import BackendError, BatchError, RolloutFault
 from flowcorr.health.rules import HealthMonitor, units_of
 from flowcorr.instruments.doctor import examine
 from flowcorr.models import DTYPES
@@ -108,16 +111,41 @@ class Bench:
             rule, step = self._trained()
         return Named(doctor=doctor, rule=rule, step=step)
 
-    def _trained(self) -> tuple[str, int]:
+    def stopped(self, fault: EngineFault | None, size: float, begin: int) -> tuple[int, list[str]]:
+        """The step at which a run is stopped, and the causes; 0 where it trains to its end.
+
+        Args:
+            fault: the fault; None for a clean engine.
+            size: of the fault.
+            begin: the training step at which it begins.
+        """
+        with contextlib.ExitStack() as planted:
+            planted.callback(self._restore)
+            run = self._run("stop")
+            for step in range(1, self.steps + 1):
+                if step == begin:
+                    planted.enter_context(self._planted(fault, size))
+                try:
+                    train_step(run, step, lambda phase: None)
+                except RolloutFault as error:
+                    return step, [finding.cause for finding in error.findings]
+                except (BackendError, BatchError) as error:
+                    return step, [f"stops: {str(error).splitlines()[0][:60]}"]
+        return 0, []
+
+    def _run(self, on_fault: Literal["stop", "warn"]) -> TrainingRun:
         stack = self.stack
-        run = TrainingRun(
-            config=stack.config,
+        return TrainingRun(
+            config=replace(stack.config, trainer=replace(stack.config.trainer, on_fault=on_fault)),
             actor=stack.actor,
             engine=stack.engine,
             cache=self._cache,
             prompts=PromptStream(stack.prompts, seed=0),
             reward=brightness,
         )
+
+    def _trained(self) -> tuple[str, int]:
+        stack, run = self.stack, self._run("warn")
         monitor: HealthMonitor | None = None
         for step in range(1, self.steps + 1):
             try:
@@ -213,6 +241,24 @@ def show(bench: Bench, faults: Sequence[tuple[EngineFault, float | None]], *, si
     print(f"{failed} by the doctor before the first")
 
 
+def show_stops(bench: Bench, faults: Sequence[tuple[EngineFault, float | None]], begin: int) -> None:
+    """Print where a clean run and runs with each fault are stopped."""
+    names, steps = tuple(bench.stack.conditioning), []
+    faults = [(fault, size) for fault, size in faults if any(name.startswith(fault.reads) for name in names)]
+    step, causes = bench.stopped(None, 0.0, begin)
+    print(f"clean | {', '.join(causes) or f'not stopped in {bench.steps} steps'}", flush=True)
+    for fault, size in faults:
+        step, causes = bench.stopped(fault, (fault.size if size is None else size) or 0.0, begin)
+        steps.append(step)
+        print(
+            f"{fault.name} | {step or 'not stopped'} | {', '.join(causes)} | {fault.stands_for}", flush=True
+        )
+    within = sum(begin <= step < begin + 2 for step in steps)
+    print(
+        f"{within} of {len(steps)} are stopped within two steps, {sum(map(bool, steps))} within {bench.steps}"
+    )
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -223,6 +269,9 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fault", nargs="+", metavar="NAME[=SIZE]", help="default: all")
+    parser.add_argument(
+        "--begin", type=int, metavar="STEP", help="show where the gate stops, of faults from here on"
+    )
     parser.add_argument("--sizes", action="store_true", help="also smaller sizes, while they are named")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
@@ -233,4 +282,7 @@ if __name__ == "__main__":
     with bench(
         arguments.family, arguments.dtype, arguments.guidance, arguments.steps, arguments.seed
     ) as started:
-        show(started, chosen, sizes=arguments.sizes)
+        if arguments.begin:
+            show_stops(started, chosen, arguments.begin)
+        else:
+            show(started, chosen, sizes=arguments.sizes)

@@ -24,6 +24,7 @@ from flowcorr.trainer import checkpoint
 from flowcorr.trainer.events import read_events
 from tests.ranks import Ranks, end_with_first, start_ranks
 from tests.shallow import SHALLOW
+from tests.trainer import test_fault
 
 SMALL = (
     f"model.path={SHALLOW}",
@@ -175,7 +176,7 @@ def error_of(run, folder):
 
 @in_float64()
 def endings(folder):
-    """On the second rank: a signal and a reward that fails, in the second training step; latents that diverge.
+    """On the second rank: a signal and a reward that fails, in the second training step; latents that diverge; a fault.
 
     The reward is called at the first evaluation, in the first training step, by its replay, and then in the second one.
 
@@ -190,7 +191,12 @@ def endings(folder):
         if distributed.rank() == 1:
             patch.setattr(sde, "initial_noise", spoiled(sde.initial_noise))
         diverged = error_of(settings("grpo_guard", EVALUATED_TWICE), folder / "diverged")
-    return {"result": result, "error": error, "diverged": diverged}
+        patch.undo()
+        if distributed.rank() == 1:
+            patch.setattr(test_fault.Breaking, "fault", staticmethod(test_fault.wrong_log_probs))
+        stops = ("trainer.total_steps=4", "trainer.save_every=9", test_fault.NAME, EVALUATED_TWICE)
+        fault = error_of(settings(None, *stops), folder / "fault")
+    return {"result": result, "error": error, "diverged": diverged, "fault": fault}
 
 
 @in_float64()
@@ -355,6 +361,18 @@ def test_latents_that_diverge_on_one_rank_leave_no_rank_waiting(ended):
     assert "not finite" in second
     assert first.startswith("RankError: rank 1")
     assert first.endswith(f": {second}")
+
+
+def test_a_fault_of_one_ranks_engine_stops_all_alike(ended):
+    folder, ranks = ended
+    first, second = (ending["fault"] for ending in ranks)
+    assert first == second
+    assert first.startswith("RolloutFault: training step 3")
+    assert checkpoint.load_latest(folder / "fault" / "checkpoints")[1].step == 2
+    step = dumps.load(dumps.files(folder / "fault" / "fault")[3])
+    groups, shifted = step.group_ids, (step.old_log_probs - step.rollout_log_probs).abs().amax(1) > 1e-4
+    assert groups[shifted].unique().tolist() == [3, 4]  # those of the second rank
+    assert len(groups.unique()) == 5
 
 
 def test_a_rank_that_waits_in_a_sharded_forward_pass_is_told_why(tmp_path):

@@ -198,6 +198,7 @@ def test_a_step_that_an_engine_gets_wrong_is_rejected_and_said(small, tmp_path, 
         "rollout.name=tests.trainer.faulty_engine:FAULTY",
         "rollout.n=8",
         "sampling.sde_window_range=[0, 2]",
+        "trainer.on_fault=warn",
     )
     config = small("qwen_image_ocr_lora_rollout_corr", *engine, "trainer.total_steps=5")
     run(with_rewards(config, terms=(JPEG,)), tmp_path / "run")

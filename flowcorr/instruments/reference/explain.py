@@ -26,7 +26,7 @@ from flowcorr.instruments.fault_words import FAULTS
 from flowcorr.instruments.reference.glossary import SYNONYMS, WORDS, find_word
 from flowcorr.instruments.reference.interfaces import INTERFACES, find_interface, rows_of
 from flowcorr.instruments.reference.keys import find_key, keys
-from flowcorr.instruments.reference.tables import OF_SEVERAL_STEPS, healthy
+from flowcorr.instruments.reference.tables import OF_SEVERAL_STEPS, healthy, stops
 from flowcorr.losses import LOSSES
 
 _BY_LABEL = {label: name for name, label in progress_labels(METRICS).items()}
@@ -173,6 +173,8 @@ def _metric(name: str, metric: Metric) -> Iterator[str]:
         yield f"  healthy: {limits}"
     if metric.rule is not None:
         yield f"  outside: {metric.rule.advice}"
+    if stop := stops(metric):
+        yield f"  stops a run: {stop} (trainer.on_fault)"
 
 
 def _labelled(label: str) -> Iterator[str]:

@@ -240,6 +240,10 @@ WORDS: Mapping[str, Word] = {
     "finding": Word(
         meaning="A line of a report: its level (serious, warning, note, healthy), cause, numbers and remedy."
     ),
+    "fault": Word(
+        meaning="A value that only a broken engine or bookkeeping explains, and neither chance nor precision nor "
+        "learning: a training run stops there, see `trainer.on_fault`. `explain` of a metric says which value.",
+    ),
     "held out": Word(
         meaning="Prompts that nothing is trained on; evaluations sample one image for each, from the same noise "
         "at every step."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import flowcorr
@@ -38,6 +39,16 @@ def healthy(metric: Metric) -> str:
     return ", ".join(bounds)
 
 
+def stops(metric: Metric) -> str:
+    """From which value on a training run stops, in words; empty where it never does."""
+    fault = math.inf if metric.rule is None else metric.rule.fault
+    if callable(fault):
+        return "beyond a multiple of its limit that depends on the run"
+    if math.isinf(fault):
+        return ""
+    return "beyond its limit" if fault == 1 else f"beyond {fault:g} times its limit"
+
+
 _Table = tuple[Sequence[str], Iterable[Sequence[str]]]
 
 
@@ -49,7 +60,7 @@ def _tables() -> Iterator[tuple[str, _Table]]:
         rows = [_metric(metric) for metric in metrics]
         yield (
             f"Metrics: {section.lower()}",
-            (("metric", "meaning", "unit", "healthy", "finding", "outside"), rows),
+            (("metric", "meaning", "unit", "healthy", "stops a run", "finding", "outside"), rows),
         )
     labels = [(label, f"`{name}`") for name, label in progress_labels(METRICS).items()]
     yield "Labels of `flowcorr train` after each step", (("label", "metric"), labels)
@@ -80,7 +91,8 @@ def _keys() -> dict[str, list[tuple[str, ...]]]:
 
 def _metric(metric: Metric) -> tuple[str, ...]:
     finding, advice = (metric.rule.name, metric.rule.advice) if metric.rule else ("", "")
-    return f"`{metric.name}`", metric.meaning, metric.unit, healthy(metric), _code(finding), advice
+    limits = healthy(metric), stops(metric)
+    return f"`{metric.name}`", metric.meaning, metric.unit, *limits, _code(finding), advice
 
 
 def _presets() -> Iterator[tuple[str, ...]]:
