@@ -28,7 +28,7 @@ from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.distributed import fsdp
 from flowcorr.losses import loss_of
 from flowcorr.metrics import Metrics, Stat, mean, total
-from flowcorr.records import ActorBatch, LossOutput, Rollout, Scores, Terms
+from flowcorr.records import ActorBatch, LossOutput, Rollout, Terms
 
 logger = logging.getLogger(__name__)
 
@@ -120,9 +120,7 @@ class PolicyOptimizer:
             for mini_batch in self.mini_batches(batch, training_step, epoch):
                 before = self.weights.version == first_version
                 first = before and epoch == 0
-                parts = self._backward(
-                    mini_batch, correction, filler_sample, observe if first else None, first=first
-                )
+                parts = self._backward(mini_batch, correction, filler_sample, observe, first)
                 scored += [replace(part, before=before, first=first) for part in parts]
                 gradient = self._clipped_gradient(parts)
                 metrics += [_loss_metrics(mini_batch, parts), self._step(gradient, correction)]
@@ -148,7 +146,6 @@ class PolicyOptimizer:
         correction: RolloutCorrectionConfig,
         filler_sample: Rollout,
         observe: Observe | None,
-        *,
         first: bool,
     ) -> list[Part]:
         """Accumulate the gradient of a mini-batch's loss sum; a rank without samples adds zeros.
@@ -167,9 +164,10 @@ class PolicyOptimizer:
         # Sharded weights allow no pass that other ranks do not make.
         one_unit = whole_windows or self.scorer.passes.folded or self.weights.sharded
         dropped = torch.zeros_like(batch.advantages, dtype=torch.bool)
+        observe = observe if first else None
         while True:
             self.adamw.zero_grad()
-            drift = _score_drift_of(batch, correction) if first else None
+            drift = ScoreDrift.of(batch) if first and correction.mode != "off" else None
             parts, finite = self._losses(batch, learned, dropped, correction, observe, drift)
             if is_read:
                 with torch.no_grad():
@@ -243,7 +241,7 @@ class PolicyOptimizer:
                     (self.loss_scale.value * loss.loss_sum).backward()
                 loss = replace(loss, loss_sum=loss.loss_sum.detach())
                 if drift is not None:
-                    _add(drift, unit, scores, loss.keep)
+                    drift.add_scored(unit, scores, loss.keep)
                 parts.append(Part(loss=loss, terms=terms.detach(), places=unit.places))
         return parts, finite
 
@@ -371,31 +369,6 @@ def _fault(gradient: Gradient, mostly_rejected: bool) -> str:
     if not gradient.num_kept:
         return "every term was rejected, or its group dropped"
     return "" if math.isfinite(gradient.norm) else "the gradient is not finite"
-
-
-def _score_drift_of(batch: ActorBatch, correction: RolloutCorrectionConfig) -> ScoreDrift | None:
-    """Measures the drift of a mini-batch; None where the rollout returned no step means, or nothing is measured."""
-    window = batch.rollout.window
-    if correction.mode == "off" or window.means is None or not len(window.means):
-        return None
-    return ScoreDrift(batch.rollout.group_ids, window.step_indices)
-
-
-def _add(drift: ScoreDrift, unit: ActorBatch, scores: Scores, keep: Tensor | None) -> None:
-    """Add scored terms, of which `keep` are in the loss."""
-    window = unit.rollout.window
-    assert scores.means is not None, "`score` returns them"
-    assert window.means is not None, "else nothing is measured"
-    drift.add(
-        unit.rollout.group_ids,
-        window.step_indices,
-        unit.advantages,
-        next_latents=window.next_latents,
-        means=scores.means,
-        rollout_means=window.means,
-        stds=scores.stds.detach(),
-        keep=None if keep is None else keep.view_as(window.step_indices),
-    )
 
 
 def _with_squares(parts: Sequence[Part], drift: ScoreDrift) -> list[Part]:

@@ -12,11 +12,13 @@ Source: score centering, arXiv:2609.20807, which takes the drift away; see `flow
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 from torch import Tensor
 
 from flowcorr.metrics import Metrics, mean
-from flowcorr.records import Terms
+from flowcorr.records import ActorBatch, Scores, Terms
 from flowcorr.sde.transition import over_elements
 
 
@@ -33,6 +35,30 @@ class ScoreDrift:
         self._keys = self._key(group_ids, step_indices).unique()
         self._sums: Tensor | None = None  # [2, K, D], of drift and signal
         self._places: list[Tensor] = []
+
+    @classmethod
+    def of(cls, batch: ActorBatch) -> Self | None:
+        """That of a mini-batch; None where the rollout returned no step means, or no samples."""
+        window = batch.rollout.window
+        if window.means is None or not len(window.means):
+            return None
+        return cls(batch.rollout.group_ids, window.step_indices)
+
+    def add_scored(self, part: ActorBatch, scores: Scores, keep: Tensor | None) -> None:
+        """Add a part of the mini-batch with its scores, of which `keep` are in the loss."""
+        window = part.rollout.window
+        assert scores.means is not None, "`score` returns them"
+        assert window.means is not None, "else there is nothing to add to"
+        self.add(
+            part.rollout.group_ids,
+            window.step_indices,
+            part.advantages,
+            next_latents=window.next_latents,
+            means=scores.means,
+            rollout_means=window.means,
+            stds=scores.stds.detach(),
+            keep=None if keep is None else keep.view_as(window.step_indices),
+        )
 
     def _key(self, group_ids: Tensor, step_indices: Tensor) -> Tensor:
         """`[b, t]`, one number for each group and step."""

@@ -60,9 +60,8 @@ _STEP_NAME = re.compile(r"step_([0-9]{1,12})\.safetensors")
 class DumpedTerms:
     """The numbers of a training step in a file, `[B, T]` unless another shape is given; unknown columns are None.
 
-    `flowcorr.instruments.steps` makes of it the `Terms` that losses and corrections read.
-
-    Log-probs and exact KLs are in nats per latent element. A log-prob that is not finite is a term that was left out.
+    `flowcorr.instruments.steps` makes of it the `Terms` that losses and corrections read. Log-probs and exact KLs are
+    in nats per latent element. A log-prob that is not finite is a term that was left out.
 
     Attributes:
         rollout_log_probs: of the rollout policy.
@@ -80,8 +79,7 @@ class DumpedTerms:
         old_rollout_kl: exact KL of the old policy from the rollout policy.
         current_old_kl: exact KL of the current policy from the old policy.
         current_rollout_kl: exact KL of the current policy from the rollout policy.
-        drift_squares, gradient_squares: squares of the drift and of the signal in the gradient of the term's group and
-            step, over the number of its terms, see `flowcorr.algorithm.drift_squares`; NaN if not measured.
+        drift_squares, gradient_squares: see `flowcorr.algorithm.drift_squares`; NaN if not measured.
         num_elements: `D`.
         version: of the trainer's weights when the step began, counted as `policy_versions` are.
         bypass: whether the step was in bypass mode.
@@ -149,8 +147,7 @@ class StepFields(TypedDict, total=False):
         sigmas: `[B, T]` or `[T]`, noise levels before the steps.
         stds: `[B, T]` or `[T]`, full standard deviations of the steps.
         old_rollout_kl: `[B, T]`, exact KL of the old policy from the rollout policy, nats per latent element.
-        drift_squares, gradient_squares: `[B, T]`, as `flowcorr.algorithm.drift_squares` makes them of both policies'
-            step means.
+        drift_squares, gradient_squares: `[B, T]`, see `flowcorr.algorithm.drift_squares`.
         policy_versions: `[B]` whole numbers, the version of the weights that sampled, such as their update's number.
         version: the version of the trainer's weights before the step's first update.
         num_elements: `D`, elements of a latent: channels times height times width, of a video also times latent
