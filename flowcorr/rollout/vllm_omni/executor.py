@@ -28,8 +28,8 @@ from vllm_omni.diffusion.executor.multiproc_executor import MultiprocDiffusionEx
 
 logger = logging.getLogger(__name__)
 
-TESTED = Version("0.30.0")
-FIRST_FAULTY, LAST_FAULTY = TESTED, Version("0.32.0rc1")
+TESTED = Version("0.30.0"), Version("0.32.0rc1")
+FIRST_FAULTY, LAST_FAULTY = TESTED[0], TESTED[-1]
 REQUIRED_METHODS = ("_finish_output", "_deliver_batch_split")
 
 
@@ -56,13 +56,13 @@ def default_backend(version: str | None = None, executor: type = MultiprocDiffus
         executor: vllm-omni's own executor of that version.
     """
     installed = Version(installed_version("vllm-omni") if version is None else version)
-    if installed != TESTED:
+    if installed not in TESTED:
         logger.warning(
-            "vllm-omni %s is installed, but flowcorr is written for vllm-omni %s: log-probs, weight sync and answers "
+            "vllm-omni %s is installed, but flowcorr was tested with vllm-omni %s: log-probs, weight sync and answers "
             "may differ; run flowcorr doctor, or pip install vllm-omni==%s",
             installed,
-            TESTED,
-            TESTED,
+            " and ".join(map(str, TESTED)),
+            TESTED[0],
         )
     if not FIRST_FAULTY <= installed <= LAST_FAULTY:
         return "mp"
@@ -73,7 +73,7 @@ def default_backend(version: str | None = None, executor: type = MultiprocDiffus
             "flowcorr's remedy for vllm-omni %s needs",
             installed,
             ", ".join(missing),
-            TESTED,
+            FIRST_FAULTY,
         )
         return "mp"
     return f"{LosslessExecutor.__module__}.{LosslessExecutor.__qualname__}"

@@ -35,6 +35,25 @@ SET_BY_FLOWCORR = {
 }
 """Arguments that flowcorr sets, with the reason or the key to use instead."""
 
+NEWER = {
+    "0.32.0rc1": (
+        *(
+            "enable_cuda_graph_decode",
+            "hsdp_weight_load_strategy",
+            "linear_backend",
+            "model_stage",
+            "ray_worker_env",
+        ),
+        *(
+            "stage_input_optional_payload_keys",
+            "stage_role",
+            "vae_encode_fast_path",
+            "weight_transfer_config",
+        ),
+    ),
+}
+"""By version of vllm-omni after 0.30.0, the arguments that it is the first to have."""
+
 BATCH_WAIT_MS = 200.0  # long enough to batch the requests of a step, short beside the time of a sample
 
 
@@ -90,8 +109,11 @@ def engine_options(
         if key in SET_BY_FLOWCORR:
             raise ConfigError(f"rollout.engine.{key} cannot be set: {SET_BY_FLOWCORR[key]}")
         if key not in installed.options:
+            first = [version for version, names in NEWER.items() if key in names]
             raise ConfigError(
-                unknown_choice("rollout.engine", key, ["weight_sync", *sorted(installed.options)])
+                f"rollout.engine.{key} is an option of vllm-omni {first[0]}, and not of the installed version"
+                if first
+                else unknown_choice("rollout.engine", key, ["weight_sync", *sorted(installed.options)])
             )
     _check_gpus(asked)
     if not family.vllm_omni.quantizes and _quantization(config):

@@ -36,6 +36,7 @@ INSTALLED = options.Installed(
         (config({"dtype": "float16"}), r"rollout\.engine\.dtype cannot be set: set rollout\.dtype"),
         (config({"cache_backend": "cache_dit"}), r"cache_backend cannot be set: it would leave parts"),
         (config({"max_num_seq": 4}), r"rollout\.engine='max_num_seq' is unknown.*max_num_seqs\?"),
+        (config({"linear_backend": "x"}), r"linear_backend is an option of vllm-omni 0\.32\.0rc1"),
         (config({"weight_sync": "lora"}), r"weight_sync='lora' is unknown"),
         (config({"weight_sync": "lora_path"}, rank=0), r"rank=0 trains all"),
         (config({"weight_sync": "merged", "quantization": "fp8"}), r"quantization='fp8'"),
