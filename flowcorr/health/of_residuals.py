@@ -19,7 +19,7 @@ from flowcorr.rollout.precision import coarse_weights, image_limit_of
 
 
 def _row(name: str, what: str, unit: str, *, limit: Limit, remedy: str) -> Metric:
-    """The row of a residual: the fault whose size it is, and the largest size that rounding explains in a run."""
+    """The row of a residual, which is the size of a fault; `limit` is the largest size that rounding explains."""
     return row(
         f"residual/{name}",
         f"Over the run so far, {what}: the size that chance does not explain; 0 for rounding.",
@@ -52,9 +52,9 @@ def _of_gap(alike: float, apart: float, coarse: float) -> Limit:
 
 
 def _of_images(alike: float, apart: float) -> Limit:
-    """The first where both stacks decode in one precision, and images differ by kernels at most.
+    """The limit `alike` if both stacks decode in one precision, so that images differ by kernels at most, else `apart`.
 
-    The second is three times what a decoder in bfloat16 and one in float32 differ by (seeds 7301 and 7302).
+    `apart` is three times the difference of a decoder in bfloat16 from one in float32 (seeds 7301 and 7302).
     """
 
     def limit(units: Units) -> float:

@@ -52,14 +52,14 @@ class Units:
     mean_gap: float = 0.0
 
     def with_velocities(self, metrics: Mapping[str, Any]) -> Self:
-        """With the distance of step means that velocities as long as those of a training step explain, if logged."""
+        """Set the explained distance of step means from the length of a training step's velocities, if logged."""
         moved = metrics.get(VELOCITY_DISTANCE)
         return (
             self if moved is None else replace(self, usual_distance=min(self.usual_gap, LARGEST_GAP) * moved)
         )
 
     def of_step(self, metrics: Mapping[str, Any]) -> Self:
-        """The units of a training step: `mean_gap` is infinite where it is not known.
+        """The units of a training step; an unknown `mean_gap` is infinite.
 
         `delta = -r^2/2 + r z / sqrt(D)` with a normal `z`, so that neither `r^2/2` nor `sqrt(2/pi) r / sqrt(D)` exceeds
         the mean of `|delta|`.
@@ -128,7 +128,7 @@ class Rule:
         )
 
     def limits(self, units: Units) -> tuple[float, float]:
-        """The healthy range in a run; infinite where it has no limit."""
+        """The healthy range in a run; a side without a limit is infinite."""
         low, high = (limit(units) if callable(limit) else limit for limit in (self.low, self.high))
         return low, high
 
@@ -141,7 +141,7 @@ class Rule:
         return value > times * high or value < (times * low if low < 0 else low / times)
 
     def judge(self, metrics: Mapping[str, Any], units: Units) -> BrokenRule | None:
-        """The break of this rule by a training step; None within the range, or where the metric is missing or null.
+        """The break of this rule by a training step; None within the range, or if the metric is missing or null.
 
         Args:
             metrics: of the step.

@@ -1,4 +1,4 @@
-"""Applies the rules of metrics, and those of several steps, to a finished run or to a run during training."""
+"""Applies the rules of metrics and the rules of several steps to a finished run, or to a run during training."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def units_of(config: Config, logged: Mapping[str, Any]) -> Units:
 
 
 def units_of_setting(setting: Setting, num_elements: int | None, *, num_terms: int) -> Units:
-    """The units of a run whose precision is not known, such as another trainer's."""
+    """The units of a run of unknown precision, such as another trainer's."""
     units = Units(num_terms=num_terms, num_elements=num_elements, densities=setting.densities)
     correction = setting.correction
     if correction.mode == "off":
@@ -140,7 +140,7 @@ class HealthMonitor:
         return [*broken_rules(metrics, of_step, self._rules), *self._detected(metrics)]
 
     def news(self, judged: Sequence[BrokenRule]) -> list[BrokenRule]:
-        """Of the rules that a training step breaks, those that have lasted and are to be told."""
+        """Select the broken rules of a training step that have lasted long enough and are to be reported."""
         self._streaks = {broken.key: self._streaks.get(broken.key, 0) + 1 for broken in judged}
         lasting = [broken for broken in judged if self._streaks[broken.key] >= broken.rule.patience]
         return [
@@ -176,7 +176,7 @@ def broken_rules(metrics: Mapping[str, Any], units: Units, rules: Sequence[Rule]
 
 
 def matters(finding: Finding, faults: Sequence[Finding]) -> bool:
-    """Whether a finding matters beside these faults; notes do not, such as that noise fills the clip range."""
+    """Whether to report a finding together with these faults: all but notes, such as noise in the clip range."""
     return not (faults and finding.level == "note")
 
 

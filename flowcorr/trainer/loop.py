@@ -204,7 +204,7 @@ class _Loop:
             self._save()
 
     def _attempt(self, step: int) -> StepResult:
-        """Do a training step; if it fails, save the state before it, where that is still known."""
+        """Do a training step; if it fails, save the state before it, if a copy of that was kept."""
         actor, prompts = self.run.actor, self.run.prompts
         version, position = actor.weights.version, prompts.position
         try:
@@ -337,10 +337,10 @@ class _Loop:
         self.saved_step = self.step
 
     def _held(self) -> _Captured | None:
-        """The state before a step, in host memory, from where it can be saved while the step changes everything.
+        """Copy the state before a step to host memory, so that it can be saved after the step has changed everything.
 
-        None if it is saved already, and where it is large: without an adapter, it is the whole transformer's. With one,
-        the copy takes 0.3 % of a step of the embedded model.
+        None if it is saved already, or is large: without an adapter it is the whole transformer. With one, the copy
+        takes 0.3 % of a step of the embedded model.
         """
         if self.saved_step == self.step or self.config.model.lora.rank == 0 or not distributed.is_main():
             return None
@@ -381,16 +381,16 @@ class _Loop:
         if folder is None:
             return False
         with distributed.fail_together("reading a checkpoint"):
-            found = checkpoint.load(folder) if latest is None else latest[1]
-        state.restore(self.run, folder, found)
+            loaded = checkpoint.load(folder) if latest is None else latest[1]
+        state.restore(self.run, folder, loaded)
         if distributed.is_main():
-            checkpoint.discard_after(root, found.step)
-            state.warn_of_another_schedule(self.config, found)
-        self.step = self.events.step = found.step
+            checkpoint.discard_after(root, loaded.step)
+            state.warn_of_another_schedule(self.config, loaded)
+        self.step = self.events.step = loaded.step
         # With another `trainer.best_metric`, the state has another best checkpoint than the one that is saved.
-        if list(self.best or []) == (found.facts["best"] or []):
-            self.saved_step = found.step
-        self.unlogged = found.facts["unlogged"]
+        if list(self.best or []) == (loaded.facts["best"] or []):
+            self.saved_step = loaded.step
+        self.unlogged = loaded.facts["unlogged"]
         if self.unlogged is None and self.step == self.config.trainer.total_steps:
             record = run_folder.record_of(self.out_dir, self.step)
             # The run was to go on after this step, and now ends here.

@@ -1,4 +1,4 @@
-"""Everything that a training step measures beside its correction and its update."""
+"""Measures everything in a training step except its correction and its update."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def record_of(folder: Path, step: int) -> dict[str, float]:
-    """The metrics of a training step, as `metrics.jsonl` of the run in `folder` has them; NaN for what is null."""
+    """The metrics of a training step, from `metrics.jsonl` of the run in `folder`; null becomes NaN."""
     return {
         name: math.nan if value is None else value
         for record in metrics_of(folder)
