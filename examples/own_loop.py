@@ -1,9 +1,10 @@
 """Rollout correction inside a FlowGRPO loop of your own: flowcorr's maths, none of its trainer.
 
     python examples/own_loop.py --steps 5
+    python examples/own_loop.py --steps 5 --score-centering
 
 The rollout engine here holds its weights in bfloat16 while training runs in float32. The loop measures that
-gap, corrects for it, and prints both.
+gap, corrects for it by weights or by score centering, and prints both.
 """
 
 import argparse
@@ -34,31 +35,32 @@ def score_step(transformer, latents, index, sigmas, embeds, pooled):
 
 @torch.no_grad()
 def rollout(engine, sigmas, embeds, pooled, generator):
-    """Ten steps, of which `WINDOW` is stochastic: the window's latents, its log-probs and the result."""
+    """Ten steps, of which `WINDOW` is stochastic: the window's latents, log-probs and step means, and the result."""
     noise = torch.randn(GROUPS, 4, 8, 16, generator=generator).repeat_interleave(MEMBERS, 0)
-    latents, window, log_probs = noise, [], []
+    latents, window, log_probs, means = noise, [], [], []
     for index in range(10):
         step, velocity = score_step(engine, latents, index, sigmas, embeds, pooled)
         if index in WINDOW:
             following = sde.sample(step, torch.randn(latents.shape, generator=generator))
             window.append((latents, following))
             log_probs.append(sde.log_prob(following, step))
+            means.append(step.mean)
         else:
             following = latents - (sigmas[index] - sigmas[index + 1]) * velocity
         latents = following
-    return window, torch.stack(log_probs, 1), latents
+    return window, torch.stack(log_probs, 1), torch.stack(means, 1), latents
 
 
 def recompute(policy, sigmas, window, embeds, pooled):
-    """Log-probs `[B, T]` of the window's steps under `policy`."""
-    scored = [
-        sde.log_prob(after, score_step(policy, before, index, sigmas, embeds, pooled)[0])
-        for index, (before, after) in zip(WINDOW, window, strict=True)
-    ]
-    return torch.stack(scored, 1)
+    """Log-probs `[B, T]`, step means `[B, T, *L]` and stds `[B, T]` of the window's steps under `policy`."""
+    scored = []
+    for index, (before, after) in zip(WINDOW, window, strict=True):
+        step, _ = score_step(policy, before, index, sigmas, embeds, pooled)
+        scored.append((sde.log_prob(after, step), step.mean, step.std))
+    return [torch.stack(values, 1) for values in zip(*scored, strict=True)]
 
 
-def main(steps: int) -> list[dict[str, float]]:
+def main(steps: int, *, score_centering: bool = False) -> list[dict[str, float]]:
     generator = torch.Generator().manual_seed(0)
     pipe = StableDiffusion3Pipeline.from_pretrained(resolve_path("tiny_ocr"), use_safetensors=True)
     policy = pipe.transformer.requires_grad_(False)
@@ -73,17 +75,22 @@ def main(steps: int) -> list[dict[str, float]]:
     pipe.scheduler.set_timesteps(10)
     history = []
     for step in range(steps):
-        window, rollout_log_probs, final = rollout(engine, pipe.scheduler.sigmas, embeds, pooled, generator)
+        window, rollout_log_probs, rollout_means, final = rollout(
+            engine, pipe.scheduler.sigmas, embeds, pooled, generator
+        )
         rewards = -final.square().mean((1, 2, 3))  # a stand-in for your reward
         advantages = group_advantages(rewards, torch.arange(GROUPS).repeat_interleave(MEMBERS))
 
         with torch.no_grad():
-            old_log_probs = recompute(policy, pipe.scheduler.sigmas, window, embeds, pooled)
+            old_log_probs, _, _ = recompute(policy, pipe.scheduler.sigmas, window, embeds, pooled)
         correction = compute_rollout_correction_and_rejection_mask(
-            old_log_probs, rollout_log_probs, rollout_is="sequence", rollout_is_threshold=2.0
+            old_log_probs, rollout_log_probs, rollout_is=None if score_centering else "sequence"
         )
+        log_probs, means, stds = recompute(policy, pipe.scheduler.sigmas, window, embeds, pooled)
+        if score_centering:  # the values stay; the gradient loses what pulls to the engine's policy
+            log_probs = sde.centred_log_prob(log_probs, means, rollout_means, stds)
         loss = flow_grpo(
-            recompute(policy, pipe.scheduler.sigmas, window, embeds, pooled),
+            log_probs,
             old_log_probs,
             advantages.float()[:, None].expand_as(old_log_probs),
             clip_ratio=1e-3,
@@ -97,7 +104,10 @@ def main(steps: int) -> list[dict[str, float]]:
         metrics = correction.metrics.merge(loss.metrics).compute() | {"reward": rewards.mean().item()}
         history.append(metrics)
         shown = ("reward", "rollout_corr/logprob_abs_diff_mean", "rollout_corr/rollout_is_eff_sample_size")
-        print(f"step {step + 1}: " + "  ".join(f"{name} {metrics[name]:.4g}" for name in shown))
+        print(
+            f"step {step + 1}: "
+            + "  ".join(f"{name} {metrics[name]:.4g}" for name in shown if name in metrics)
+        )
     return history
 
 
@@ -106,4 +116,6 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=5)
-    main(parser.parse_args().steps)
+    parser.add_argument("--score-centering", action="store_true")
+    arguments = parser.parse_args()
+    main(arguments.steps, score_centering=arguments.score_centering)

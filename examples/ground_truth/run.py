@@ -110,7 +110,7 @@ def _row(
         "bias": quality.bias,
         "bias_se": quality.bias_se,
         **numbers,
-        "exact_ess": 1 / (1 + ground.chi_squared(flow)),
+        "exact_ess": math.nan if flow.by_state else 1 / (1 + ground.chi_squared(flow)),
         **exact,
     }
 
@@ -155,7 +155,7 @@ def table(rows: list[Row], size: int = BATCHES[-1]) -> str:
         "| | " + " | ".join(f"T={t}, {way}, D={d}, r={r:g}" for t, way, d, r in columns) + " |",
         "|---" * (len(columns) + 1) + "|",
         "| ESS of exact weights, `exp(-T D r^2)` | "
-        + " | ".join(f"{row['exact_ess']:.2g}" for row in reference)
+        + " | ".join("-" if math.isnan(row["exact_ess"]) else f"{row['exact_ess']:.2g}" for row in reference)
         + " |",
         "| exact bias: none / token, no cap / centred | "
         + " | ".join(

@@ -315,6 +315,7 @@ def analyse(rows: Mapping[str, Rows], folder: Path) -> str:
     titles = {
         "bypass": "Rejection in bypass mode",
         "bypass_again": "Rejection in bypass mode, on other seeds",
+        "centering": "Score centering where all steps learn",
     }
     for name, title in titles.items():
         if studies[name].runs:

@@ -52,6 +52,7 @@ CORRECTIONS = {
     # Between samples of the right prompt (at most 6e-4 with fp8) and of a wrong one (at least 4e-3).
     STEP_KL: ("rollout_rs: step_kl, rollout_rs_threshold: 2.0e-3",),
     "step_kl_random": ("preset: disabled",),
+    "score_centering": ("preset: disabled, score_centering: true",),
     CONTROL: ("preset: decoupled_token_is, log_ratio_scale: sum",),  # and hooks.StepMeanWeights
 }
 # Bypass with each step's mean drift taken off before the clip: screened, and since taken out of flowcorr.
@@ -140,7 +141,7 @@ class Arm:
             return [replace(self, correction=other) for other in ("bypass", "bypass_random")]
         if self.correction == STEP_KL:
             return [plain, replace(self, correction="step_kl_random")]
-        return [plain, control] if self.correction == "is_sum" else [plain]
+        return [plain, control] if self.correction in ("is_sum", "score_centering") else [plain]
 
     def overrides(self) -> list[str]:
         """Configuration keys on top of the recipe."""

@@ -6,7 +6,8 @@
 them ran, on eight other seeds; `bypass` those of `arms_bypass.yaml`, on rejection in bypass mode; `bypass_again` two
 settings of these once more, on twelve other seeds; `quantized` those of `arms_quantized.yaml`, on a trainer in NF4
 beside an engine on the unquantized base; `equivalence` adds seeds to the first two arms of `confirm`, to tell whether
-int4 does harm that is worth a name. `analyse` writes a table and a picture of each. A run is one arm with one seed. Its
+int4 does harm that is worth a name; `centering` those of `arms_centering.yaml`, on score centering where all steps
+learn, which nobody has run yet. `analyse` writes a table and a picture of each. A run is one arm with one seed. Its
 rows in the folder's `*.csv` are written when it ends; runs that have rows are not done again, so an interrupted study
 goes on where it was. `screen` and `confirm` take three to four CPU-hours, `bypass` and `bypass_again` two each,
 `equivalence` and `quantized` less than one each; `results/` holds ours. Needs `pip install -e '.[ocr]'`, `quantized`
@@ -50,7 +51,7 @@ METRICS = {  # column -> metric, meaned over the training steps since the last e
     "clipped": "actor/pg_clipfrac",
     "grad_norm": "actor/grad_norm",
 }
-PHASE_NAMES = ("screen", "confirm", "bypass", "bypass_again", "quantized", "equivalence")
+PHASE_NAMES = ("screen", "confirm", "bypass", "bypass_again", "quantized", "equivalence", "centering")
 Row = dict[str, object]
 
 
@@ -121,6 +122,11 @@ def quantized() -> Phase:
 def equivalence() -> Phase:
     arms = tuple(Arm(rollout, "two", UNCORRECTED) for rollout in ("fp32", "int4"))
     return Phase(name="equivalence", arms=arms, seeds=tuple(range(18, 38)), words=512, steps={"two": 12})
+
+
+def centering() -> Phase:
+    arms = tuple(chosen(HERE / "arms_centering.yaml"))
+    return Phase(name="centering", arms=arms, seeds=tuple(range(60, 72)), words=512, steps={"all": 8})
 
 
 class PhaseClock:
@@ -315,6 +321,8 @@ if __name__ == "__main__":
         do(quantized(), arguments.out, arguments.jobs)
     if arguments.phase in ("equivalence", "all"):
         do(equivalence(), arguments.out, arguments.jobs)
+    if arguments.phase in ("centering", "all"):
+        do(centering(), arguments.out, arguments.jobs)
     if arguments.phase in ("analyse", "all"):
         rows = {name: read(arguments.out / f"{name}.csv") for name in PHASE_NAMES}
         print(analyse(rows, arguments.out))

@@ -47,6 +47,18 @@ def test_own_loop_learns_and_measures_the_gap(capsys):
     assert capsys.readouterr().out.startswith("step 1:")
 
 
+def test_own_loop_centres_the_score():
+    """Values stay, the gradient does not: the gap of the first step is the same, and that of the second is not."""
+    gaps = []
+    for score_centering in (False, True):
+        torch.manual_seed(0)  # of the adapter
+        history = load("own_loop").main(2, score_centering=score_centering)
+        assert ("rollout_corr/rollout_is_mean" in history[0]) != score_centering
+        gaps.append([metrics["rollout_corr/logprob_abs_diff_mean"] for metrics in history])
+    assert gaps[0][0] == pytest.approx(gaps[1][0], rel=1e-5)
+    assert gaps[0][1] != pytest.approx(gaps[1][1], rel=1e-3)
+
+
 def test_custom_reward_trains(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     example = load("custom_reward")

@@ -233,6 +233,20 @@ def test_random_rejection_takes_its_share(study):
     assert torch.equal(first, actor.update(batch, None, training_step=1))
 
 
+def test_the_arms_of_score_centering_load_on_seeds_of_their_own(study):
+    from flowcorr import config
+
+    phase = study.run.centering()
+    others = [getattr(study.run, name)() for name in study.run.PHASE_NAMES if name != phase.name]
+    assert not set(phase.seeds) & {seed for other in others for seed in other.seeds}
+    (centred,) = [arm for arm in phase.arms if arm.correction == "score_centering"]
+    assert set(centred.references) < set(phase.arms)
+    loaded = {arm: config.load(study.run.RECIPE, arm.overrides()) for arm in phase.arms}
+    sections = {arm: found.algorithm.rollout_correction for arm, found in loaded.items()}
+    assert [arm for arm, section in sections.items() if section.score_centering] == [centred]
+    assert sections[centred].mode == "decoupled"
+
+
 def test_arms_in_bypass_mode_load_and_each_control_follows_its_band(study, tmp_path):
     from flowcorr import config
 
