@@ -85,6 +85,58 @@ def recentre(advantages: Tensor, group_ids: Tensor, keep: Tensor) -> Tensor:
     return torch.where(partly[groups], (values - mean[groups]).to(advantages.dtype), advantages)
 
 
+def most_varied(rewards: Tensor, group_ids: Tensor, count: int) -> Tensor:
+    """Places of the `count` samples of each group whose rewards have the largest variance.
+
+    Among sorted rewards these are the `k` highest and the `count - k` lowest for some `k`. Of several `k` whose
+    variances are equal to rounding, the one nearest to `count / 2` is taken, and of two such the larger. Equal rewards
+    are ordered by place, so the choice among them does not depend on what the samples show. Source: max-variance
+    down-sampling, PODS, arXiv:2504.13818, algorithm 2.
+
+    Args:
+        rewards: `[B]`.
+        group_ids: `[B]`, any integers in any order; samples of one prompt share one.
+        count: at least 1; a group of no more samples is taken whole.
+
+    Returns:
+        `[B']`, ascending, on the device of `rewards`.
+
+    Raises:
+        BatchError: as in `group_advantages`.
+    """
+    _check(rewards, group_ids)
+    values, owners = rewards.double().cpu(), group_ids.cpu()
+    chosen: list[int] = []
+    for group in owners.unique():
+        members = (owners == group).nonzero().squeeze(1)
+        ranked = members[values[members].argsort(stable=True)]
+        size = min(count, len(ranked))
+        tops = range(size, -1, -1)
+        subsets = [torch.cat([ranked[: size - top], ranked[len(ranked) - top :]]) for top in tops]
+        variances = [float(values[subset].var(correction=0)) for subset in subsets]
+        # Equal to rounding, so that another machine's rounding does not choose other samples.
+        widest = [place for place, one in enumerate(variances) if one >= max(variances) * (1 - 1e-9)]
+        best = min(widest, key=lambda place: abs(2 * tops[place] - size))
+        chosen += subsets[best].tolist()
+    return torch.tensor(sorted(chosen), dtype=torch.int64, device=rewards.device)
+
+
+def selection_stats(
+    rewards: Tensor, group_ids: Tensor, chosen: Tensor, *, std: AdvantageStd = "group"
+) -> Metrics:
+    """`reward/learned_advantage`: the mean of the chosen samples' advantages among all samples of their groups.
+
+    It is the distance, in the unit of advantages, from the mean of a group to the mean of its chosen samples.
+    Advantages among the chosen alone have mean 0.
+
+    Args:
+        rewards, group_ids, std: as in `group_advantages`, of whole groups.
+        chosen: `[B']`, places of the samples that are learned from.
+    """
+    advantages = group_advantages(rewards, group_ids, std=std)[chosen]
+    return Metrics.from_stats({"reward/learned_advantage": metrics.mean(advantages.sum(), len(chosen))})
+
+
 def drop_small_groups(keep: Tensor, group_ids: Tensor) -> Tensor:
     """`keep` `[B, T]` without the groups of which fewer than two samples have a kept term.
 

@@ -1,3 +1,4 @@
+import itertools
 import math
 import re
 
@@ -9,8 +10,10 @@ from hypothesis import strategies as st
 from flowcorr.advantages import (
     drop_small_groups,
     group_advantages,
+    most_varied,
     recentre,
     rejection_stats,
+    selection_stats,
 )
 from flowcorr.errors import BatchError, ConfigError
 
@@ -248,3 +251,87 @@ def test_lists_are_no_tensors():
     for call in (lambda keep: recentre(rewards, groups, keep), lambda keep: rejection_stats(keep, groups)):
         with pytest.raises(BatchError, match=r"keep is of type list"):
             call([[True], [False]])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_no_other_subset_varies_more(data):
+    rewards = torch.tensor(
+        data.draw(st.lists(st.integers(0, 5), min_size=2, max_size=8)), dtype=torch.float64
+    )
+    count = data.draw(st.integers(1, len(rewards)))
+    chosen = most_varied(rewards, torch.zeros(len(rewards), dtype=torch.long), count)
+    assert chosen.tolist() == sorted(set(chosen.tolist()))
+    assert len(chosen) == count
+    largest = max(
+        float(rewards[list(subset)].var(correction=0))
+        for subset in itertools.combinations(range(len(rewards)), count)
+    )
+    assert float(rewards[chosen].var(correction=0)) == pytest.approx(largest, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "count", "expected"),
+    [
+        ([0, 1, 2, 3, 4, 5], 4, [0, 1, 4, 5]),
+        ([5, 0, 3, 1, 4, 2], 4, [0, 1, 3, 4]),  # in any order
+        ([0, 1, 2, 3, 4], 3, [0, 3, 4]),  # two splits vary alike: that with more of the highest
+        ([0, 0, 0, 0, 0, 9], 3, [0, 4, 5]),  # one stands out: any two beside it vary alike
+        ([0, 0, 0, 1, 1, 1], 4, [0, 1, 4, 5]),  # as many of each
+        ([1, 10, 10, 10, 10, 10], 3, [0, 4, 5]),
+        ([2, 2, 2, 2], 2, [0, 3]),
+        ([3, 1], 5, [0, 1]),
+    ],
+)
+def test_the_extremes_of_a_group_are_chosen(rewards, count, expected):
+    values = torch.tensor(rewards, dtype=torch.float64)
+    assert most_varied(values, torch.zeros(len(rewards), dtype=torch.long), count).tolist() == expected
+
+
+def test_each_group_has_its_own_extremes():
+    rewards = torch.tensor([0.0, 100.0, 1.0, 105.0, 5.0, 101.0])
+    assert most_varied(rewards, torch.tensor([3, 8, 3, 8, 3, 8]), 2).tolist() == [0, 1, 3, 4]
+    nothing = most_varied(torch.zeros(0), torch.zeros(0, dtype=torch.long), 2)
+    assert (nothing.tolist(), nothing.dtype) == ([], torch.int64)
+
+
+def test_rounding_does_not_choose_between_splits_that_vary_alike():
+    """`k` highest and `3 - k` lowest of these vary alike for k = 1 and 2, whatever a shift rounds away."""
+    steps = torch.arange(5, dtype=torch.float64)
+    groups = torch.zeros(5, dtype=torch.long)
+    for shift in (0.0, 0.1, 1 / 3, 1e3 + 0.7, -1e6 / 7):
+        assert most_varied(0.1 * steps + shift, groups, 3).tolist() == [0, 3, 4]
+
+
+def test_the_chosen_are_a_group_of_their_own_and_the_metric_tells_how_far_it_lies_from_the_whole():
+    """One of six succeeds. Among all it has (1 - 1/6) / s, and a failure -1/6 / s, with s^2 = 1/6."""
+    rewards, groups = torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0, 0.0]), torch.zeros(6, dtype=torch.long)
+    chosen = most_varied(rewards, groups, 2)
+    assert chosen.tolist() == [0, 2]
+    advantages = group_advantages(rewards[chosen], groups[chosen], eps=0.0)
+    assert advantages.tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
+    std = math.sqrt(1 / 6) + 1e-4
+    logged = selection_stats(rewards, groups, chosen).compute()
+    assert logged == {"reward/learned_advantage": pytest.approx((5 / 6 - 1 / 6) / 2 / std, rel=1e-5)}
+    plain = selection_stats(rewards, groups, chosen, std="none").compute()
+    assert plain == {"reward/learned_advantage": pytest.approx(1 / 3)}
+
+
+def test_what_all_samples_share_cancels_among_the_chosen():
+    """With the mean of the whole group, a shared part of the scores is learned in proportion to the metric."""
+    rewards = (
+        torch.rand(4, 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64).flatten() ** 8
+    )
+    groups = torch.arange(4).repeat_interleave(24)
+    chosen = most_varied(rewards, groups, 12)
+    among_chosen = group_advantages(rewards[chosen], groups[chosen])
+    among_all = group_advantages(rewards, groups)[chosen]
+    assert abs(float(among_chosen.mean())) < 1e-12
+    logged = selection_stats(rewards, groups, chosen).compute()["reward/learned_advantage"]
+    assert logged == pytest.approx(float(among_all.mean()))
+    assert abs(logged) > 0.1
+
+
+def test_a_reward_that_is_not_finite_cannot_be_ranked():
+    with pytest.raises(BatchError, match="the reward of sample 1 is nan"):
+        most_varied(torch.tensor([0.0, math.nan]), torch.tensor([0, 0]), 1)

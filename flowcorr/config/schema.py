@@ -244,6 +244,10 @@ class RolloutConfig:
             image again; 0 is off.
         prompts_per_step: prompts (groups) a training step, of all ranks together.
         n: images or videos per prompt.
+        n_learned: learn from only so many of the `n`, of each prompt those whose rewards vary most: the highest and the
+            lowest; null learns from all. Only these are recomputed, corrected and learned from, and their advantages
+            compare them with each other. Rewards are computed of all, and before the recompute. It is another
+            objective: PODS, arXiv:2504.13818.
         batch_size: images a forward pass, in an evaluation too (64 at the most); null samples all of a step at once, or
             on a CPU at most 5,000 tokens a thread. With less, rewards in a thread begin earlier. With `placement: ray`
             it is also the size of a worker's request, in whole prompts; null is one prompt.
@@ -267,6 +271,7 @@ class RolloutConfig:
     replay_every: int = 10
     prompts_per_step: int = 8
     n: int = 12
+    n_learned: int | None = None
     batch_size: int | None = None
     same_initial_noise: bool = True
     calculate_log_probs: bool = True
@@ -275,6 +280,11 @@ class RolloutConfig:
     def evaluation_batch_size(self) -> int:
         """Images of a forward pass of an evaluation."""
         return min(64, self.batch_size or 64)
+
+    @property
+    def learned_per_prompt(self) -> int:
+        """Images of a prompt that an update learns from."""
+        return self.n if self.n_learned is None else self.n_learned
 
     def __post_init__(self) -> None:
         at_least("rollout.staleness", self.staleness, 0)
@@ -286,6 +296,11 @@ class RolloutConfig:
             raise ConfigError(
                 f"rollout.n={self.n} leaves every advantage at 0: an image is compared with the others of its "
                 "prompt; use at least 2, usually 8 to 24"
+            )
+        if self.n_learned is not None and not 2 <= self.n_learned <= self.n:
+            raise ConfigError(
+                f"rollout.n_learned={self.n_learned} is out of range: of the rollout.n={self.n} images of a prompt, an "
+                f"update may learn from 2 to {self.n}; sample more (rollout.n), or use null to learn from all"
             )
         if self.batch_size is not None:
             at_least("rollout.batch_size", self.batch_size, 1)
@@ -447,4 +462,4 @@ class Config:
     def mini_batch_size(self) -> int:
         """Samples of the largest mini-batch, of all ranks together."""
         groups = -(-self.rollout.prompts_per_step // self.actor.mini_batches)
-        return groups * self.rollout.n
+        return groups * self.rollout.learned_per_prompt

@@ -181,6 +181,12 @@ RUN = (
             ),
         ),
         row(
+            "learned_advantage",
+            "With `rollout.n_learned`, mean advantage, among all samples of a prompt, of those that are learned from: "
+            "0 where as much is left out above the mean as below. Advantages among those learned from have mean 0.",
+            "advantages",
+        ),
+        row(
             "exact_match",
             "Mean share of images whose text is read as the target, letter by letter.",
             "share",

@@ -59,7 +59,8 @@ class Setting:
 
 def num_terms(config: Config) -> int:
     """Number of SDE steps in a training step's measurement of the gap: `B T`, or the first update's in bypass mode."""
-    terms = config.rollout.prompts_per_step * config.rollout.n * config.sampling.sde_window_size
+    samples = config.rollout.prompts_per_step * config.rollout.learned_per_prompt
+    terms = samples * config.sampling.sde_window_size
     in_bypass = config.algorithm.rollout_correction.mode in ("bypass", "auto")
     return terms // config.actor.mini_batches if in_bypass else terms
 

@@ -41,7 +41,15 @@ IMAGE_STATISTICS = ("dark", "saturated", "contrast", "sharpness", "bits_per_pixe
 BUILT_IN_METRICS = frozenset(
     {
         *("reward", "reward_std", "scored_images"),  # eval/
-        *("mean", "std", "min", "max", "failed_samples", "zero_std_group_fraction"),  # reward/
+        *(
+            "mean",
+            "std",
+            "min",
+            "max",
+            "failed_samples",
+            "zero_std_group_fraction",
+            "learned_advantage",
+        ),  # reward/
         *(f"image/{name}" for name in IMAGE_STATISTICS),
     }
 )

@@ -44,12 +44,13 @@ def explained(
 
 def _remedy(config: Config, phase: str, micro_batch: Callable[[], int] | None) -> str:
     rollout, actor = config.rollout, config.actor
-    share = len(distributed.local_indices(rollout.prompts_per_step)) * rollout.n  # of the step, on this rank
+    prompts = len(distributed.local_indices(rollout.prompts_per_step))  # of the step, on this rank
     if phase in (LOADING, PROBING, ENCODING):
         offloaded = config.model.offload_text_encoders
         return "use a GPU with more memory" if offloaded else "set model.offload_text_encoders=true"
     if phase in _SCORING:
-        size = min(share, passes_of(config).samples if micro_batch is None else micro_batch())
+        learned = prompts * rollout.learned_per_prompt
+        size = min(learned, passes_of(config).samples if micro_batch is None else micro_batch())
         if size > 1:
             return f"set actor.micro_batch_size={size // 2} instead of {size}"
         if not actor.gradient_checkpointing:
@@ -59,7 +60,8 @@ def _remedy(config: Config, phase: str, micro_batch: Callable[[], int] | None) -
         heldout = -(-config.data.num_heldout // distributed.world_size())
         size = min(heldout, rollout.evaluation_batch_size)
     elif phase == "rollout" and not resolve_engine(rollout.name).own_processes:
-        size = min(share, rollout.batch_size or share)
+        sampled = prompts * rollout.n
+        size = min(sampled, rollout.batch_size or sampled)
     if size > 1:
         return f"set rollout.batch_size={size // 2} instead of {size}"
     if phase == "reward":

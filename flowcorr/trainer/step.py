@@ -11,7 +11,7 @@ import torch
 
 from flowcorr import distributed, sde
 from flowcorr.actor.pass_bound import bound_passes
-from flowcorr.advantages import group_advantages
+from flowcorr.advantages import group_advantages, most_varied, selection_stats
 from flowcorr.algorithm import (
     apply_bypass_mode_to_diffusion_batch,
     apply_rollout_correction_to_diffusion_batch,
@@ -21,7 +21,7 @@ from flowcorr.errors import BackendError
 from flowcorr.metrics import Metrics
 from flowcorr.questions.gap_split import old_scores
 from flowcorr.questions.noise import FirstScores
-from flowcorr.records import ActorBatch, ImageArray, Prompt, Rollout
+from flowcorr.records import ActorBatch, ImageArray, Prompt, Rollout, Scores
 from flowcorr.rewards import training_scores
 from flowcorr.trainer import out_of_memory
 from flowcorr.trainer.collect import collect, prefetch, score, whole_groups
@@ -69,19 +69,31 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
     with out_of_memory.explained(config, lambda: out_of_memory.FIRST_PASS, lambda: 1):
         bound_passes(actor.scorer, rollout)
     first_scores = FirstScores(rollout, actor, step)
+
     # Old log-probs by the trainer's own arithmetic: the ratio begins at 1, and the engine's gap stays out of the clip.
-    if correction.mode != "bypass":
-        with watch("old_log_prob"):  # while a reward that has a thread of its own is computed
-            old = old_scores(actor, run.engine.history, rollout, first_scores)
+    def recompute(rollout: Rollout) -> Scores:
+        with watch("old_log_prob"):
+            return old_scores(actor, run.engine.history, rollout, first_scores)
+
+    recomputes, selects = correction.mode != "bypass", config.rollout.n_learned is not None
+    if recomputes and not selects:  # while a reward that has a thread of its own is computed
+        old = recompute(rollout)
     with distributed.fail_together("the rewards"), watch("reward"):
         scored, failed = score(run, samples)
 
     # Whole groups only: an advantage compares an image with the others of its prompt.
-    kept = drop_failed_groups(rollout, failed[samples.fresh])
-    rollout, old = rollout.only(kept), None if old is None else old.select(kept)
+    kept, std = drop_failed_groups(rollout, failed[samples.fresh]), config.algorithm.advantage_std
     succeeded = scored.map(lambda values: values[samples.fresh][kept.cpu().numpy()])
-    rewards = training_scores(succeeded, config.reward.terms, rollout.group_ids)
-    advantages = group_advantages(rewards, rollout.group_ids, std=config.algorithm.advantage_std)
+    group_ids = rollout.group_ids[kept]
+    rewards = training_scores(succeeded, config.reward.terms, group_ids)
+    # Of each group those whose rewards vary most, and from here on they are the group: their advantages have mean 0, so
+    # that a drift that all of them share cancels. With the mean of all that were sampled it would not.
+    chosen = most_varied(rewards, group_ids, config.rollout.learned_per_prompt)
+    rollout, learned = rollout.only(kept[chosen]), chosen.cpu().numpy()
+    succeeded = succeeded.map(lambda values: values[learned])
+    if recomputes:
+        old = recompute(rollout) if old is None else old.select(kept[chosen])
+    advantages = group_advantages(rewards[chosen], rollout.group_ids, std=std)
     batch = ActorBatch(rollout=rollout, advantages=advantages)
 
     if old is None:
@@ -89,6 +101,8 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
     else:
         batch = replace(batch, old_log_probs=old.log_probs, old_means=old.means)
     metrics = [samples.metrics, *measure(run, samples, scored, failed, batch, old, step, watch)]
+    if selects:
+        metrics.append(selection_stats(rewards, group_ids, chosen, std=std))
     if correction.mode == "decoupled":
         with watch("correction"):
             batch, corrected = apply_rollout_correction_to_diffusion_batch(

@@ -95,6 +95,23 @@ def test_values_out_of_range(section, keys, message):
         section(**keys)
 
 
+@pytest.mark.parametrize("learned", [1, 0, -3, 25])
+def test_a_step_learns_from_two_or_more_of_what_it_samples(learned):
+    with pytest.raises(ConfigError) as refused:
+        load_mapping({"rollout": {"n": 24, "n_learned": learned}})
+    assert str(refused.value).splitlines() == [
+        f"rollout.n_learned={learned} is out of range: of the rollout.n=24 images of a prompt, an update may learn "
+        "from 2 to 24; sample more (rollout.n), or use null to learn from all"
+    ]
+
+
+def test_a_mini_batch_holds_what_is_learned_from():
+    keys = {"prompts_per_step": 6, "n": 24}
+    whole, chosen = (load_mapping({"rollout": {**keys, **more}}) for more in ({}, {"n_learned": 8}))
+    assert (whole.rollout.learned_per_prompt, chosen.rollout.learned_per_prompt) == (24, 8)
+    assert (whole.mini_batch_size, chosen.mini_batch_size) == (3 * 24, 3 * 8)
+
+
 def test_clip_ranges_by_step_may_be_given_as_a_list():
     assert ActorConfig(clip_ratio=[1e-3, 2e-3]) == ActorConfig(clip_ratio=(1e-3, 2e-3))
 

@@ -81,3 +81,8 @@ def test_in_bypass_mode_the_terms_of_the_first_update_are_counted():
     config, bypass = (load("tiny_ocr_lora", ["actor.mini_batches=2", *more]) for more in ([], [BYPASS]))
     terms = config.rollout.prompts_per_step * config.rollout.n * config.sampling.sde_window_size
     assert (num_terms(config), num_terms(bypass)) == (terms, terms // 2)
+
+
+def test_the_terms_of_what_is_learned_from_are_counted():
+    config = load("tiny_ocr_lora", ["rollout.n=24", "rollout.n_learned=12"])
+    assert num_terms(config) == num_terms(load("tiny_ocr_lora", ["rollout.n=12"]))

@@ -25,7 +25,9 @@ pytestmark = pytest.mark.system
 
 SMALL = (
     *runs.SMALL,
-    "rollout.batch_size=2",
+    "rollout.n=3",
+    "rollout.n_learned=2",
+    "rollout.batch_size=3",
     "trainer.total_steps=6",
     "trainer.eval_every=3",
     "trainer.save_every=3",
@@ -211,9 +213,9 @@ def test_samples_older_than_the_bound_are_dropped_and_counted(tmp_path):
     run.actor.update = remember
     values = train_step(run, 3, lambda phase: None).metrics.compute()
     assert seen["groups"] == [0, 0]
-    assert values["rollout/dropped_stale_samples"] == 2
+    assert values["rollout/dropped_stale_samples"] == 3
     assert (values["rollout/staleness_mean"], values["rollout/staleness_max"]) == (1.5, 2)
-    assert told == [("stale_dropped", {"samples": 2, "of": 4, "oldest": 2})]
+    assert told == [("stale_dropped", {"samples": 3, "of": 6, "oldest": 2})]
 
     run.engine.sample = lambda *args, **kwargs: all_old(sample(*args, **kwargs))
     with pytest.raises(BackendError, match="2 or more training steps old, and at most 1 are allowed"):

@@ -54,7 +54,10 @@ def test_metrics_are_one_flat_finite_record_a_step(plain_runs):
 def test_the_names_that_rewards_may_not_use_are_those_of_every_run(plain_runs):
     logged = {name for record in read_metrics(plain_runs[0] / "metrics.jsonl") for name in record}
     names = {name.partition("/")[2] for name in logged if name.startswith(("reward/", "eval/"))}
-    assert names == BUILT_IN_METRICS - {"image/motion"}  # of videos
+    assert names == BUILT_IN_METRICS - {
+        "image/motion",
+        "learned_advantage",
+    }  # of videos, of rollout.n_learned
 
 
 def test_a_negative_prompt_in_every_line_is_that_of_the_recipe(tmp_path):

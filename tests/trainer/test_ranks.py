@@ -74,12 +74,15 @@ CASES = {
         "trainer.dump_log_probs=true",
     ),
     "auto": (
+        "rollout.n=4",
+        "rollout.n_learned=2",
         "rollout.emulate=int4",
         "actor.clip_ratio=1e-4",
         f"{CORRECTION}={{preset: null, bypass_mode: auto}}",
     ),
     "dropped": (
         "rollout.prompts_per_step=2",
+        "rollout.n_learned=2",
         "reward.on_error=drop_group",
         OWN,
     ),  # a rank has no group at all
@@ -87,7 +90,15 @@ CASES = {
 }
 CASES["eight"] = (*CASES["decoupled"], "rollout.prompts_per_step=8", "rollout.n=2", "actor.epochs=1")
 CASES["fsdp"] = (*CASES["full"], "actor.fsdp=true")
-CASES["fsdp, adapter"] = (*CASES["eight"], "actor.fsdp=true", "actor.kl_coef=0.01", "actor.ema=0.5", EVEN)
+CASES["fsdp, adapter"] = (
+    *CASES["eight"],
+    "rollout.n=3",
+    "rollout.n_learned=2",
+    "actor.fsdp=true",
+    "actor.kl_coef=0.01",
+    "actor.ema=0.5",
+    EVEN,
+)
 CASES["fsdp, apart"] = (
     *CASES["fsdp"],
     "rollout.emulate=int8",

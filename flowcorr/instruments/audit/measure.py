@@ -129,6 +129,9 @@ def examine_batches(
             engine.sample, cache(batch), range(len(batch)), training_step=step + 1, with_means=True
         )
         rollout = seconds.timed("rollout", sample).to(actor.device)
+        # Nothing is rewarded, so of each prompt the first that a step would learn from.
+        members = torch.arange(rollout.num_samples) % config.rollout.n
+        rollout = rollout.only((members < config.rollout.learned_per_prompt).nonzero().squeeze(1))
         scored = seconds.timed("recompute", partial(measure_gap, actor, rollout))
         learn = partial(_learn_anything, actor, rollout, scored, training_step=step + 1)
         if step < staleness:

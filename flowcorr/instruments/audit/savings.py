@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from flowcorr.advantages import group_advantages
+from flowcorr.advantages import group_advantages, most_varied
 from flowcorr.config import resolve_engine
 from flowcorr.config.schema import Config
 from flowcorr.data import PromptStream, load_prompts
@@ -174,7 +174,7 @@ def _row(name: str, own: Measured, cheaper: Measured, config: Config) -> tuple[o
     before, after = own.rewards[whole], cheaper.rewards[whole]
     taught = np.ptp(before, axis=1) > 0 if len(before) else np.zeros(0, dtype=bool)
     ranks = rank_correlations(before[taught], after[taught])
-    advantages = [_advantages(rewards, config) for rewards in (before, after)]
+    advantages = [advantages_of(rewards, config) for rewards in (before, after)]
     nats = joint_nats(cheaper.gap)
     grey = np.abs(cheaper.images.astype(np.int16) - own.images).mean()
     return (
@@ -188,11 +188,14 @@ def _row(name: str, own: Measured, cheaper: Measured, config: Config) -> tuple[o
     )
 
 
-def _advantages(rewards: np.ndarray, config: Config) -> np.ndarray:
-    """Advantages `[P, n]` of rewards `[P, n]`."""
+def advantages_of(rewards: np.ndarray, config: Config) -> np.ndarray:
+    """Advantages `[P, n]` of rewards `[P, n]`; 0 of images that `rollout.n_learned` leaves out."""
     groups = torch.arange(rewards.size) // max(rewards.shape[1], 1)
     flat = torch.from_numpy(rewards.astype(np.float64)).flatten()
-    return group_advantages(flat, groups, std=config.algorithm.advantage_std).numpy().reshape(rewards.shape)
+    chosen = most_varied(flat, groups, config.rollout.learned_per_prompt)
+    advantages = torch.zeros_like(flat)
+    advantages[chosen] = group_advantages(flat[chosen], groups[chosen], std=config.algorithm.advantage_std)
+    return advantages.numpy().reshape(rewards.shape)
 
 
 def rank_correlations(rewards: np.ndarray, others: np.ndarray) -> np.ndarray:

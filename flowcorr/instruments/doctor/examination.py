@@ -153,8 +153,8 @@ def _room(config: Config) -> tuple[torch.device, bool]:
 
 
 def _shortened(config: Config) -> Config:
-    """The run with fewer images a prompt."""
-    rollout = replace(config.rollout, n=min(config.rollout.n, MAX_IMAGES))
+    """The run with fewer images a prompt, none of which are left out."""
+    rollout = replace(config.rollout, n=min(config.rollout.n, MAX_IMAGES), n_learned=None)
     return replace(config, rollout=rollout)
 
 

@@ -94,8 +94,9 @@ class _Rank:
         self.training: Training = of_rank(traces.training, config, ranks)
         self.prompts = math.ceil(config.rollout.prompts_per_step / ranks)
         self.images = self.prompts * config.rollout.n
+        self.learned = self.prompts * config.rollout.learned_per_prompt
         self.mini_batches = min(config.actor.mini_batches, self.prompts)
-        self.mini_batch = math.ceil(self.prompts / self.mini_batches) * config.rollout.n
+        self.mini_batch = math.ceil(self.prompts / self.mini_batches) * config.rollout.learned_per_prompt
         self.in_8_bits = config.actor.optimizer == "adamw_8bit"
         engine = resolve_engine(config.rollout.name)
         self.in_workers = config.rollout.placement == "ray"
@@ -120,7 +121,8 @@ class _Rank:
             + sum(reward.weights for reward in rewards)
             + text.weights
         )
-        idle = resident + self.images * training.sample
+        copied = self.learned if self.learned < self.images else 0
+        idle = resident + (self.images + copied) * training.sample
         fixed = idle + self.mini_batch * training.sample + training.gradients
         in_pass = fixed + training.gathered
         a_sample = training.backward.peak / traces.micro_batch
@@ -244,7 +246,7 @@ class _Rank:
         half = config.model.dtype in HALF or config.actor.autocast
         link = gpu.link_among(self.ranks) * LINK
         images, share = self.images, self._sampled_share
-        micro_batches = images / self.traces.micro_batch
+        micro_batches = self.learned / self.traces.micro_batch
         updates = self.mini_batches * config.actor.epochs
         place: Literal["trainer", "engine"] = "engine" if self.own_engine else "trainer"
         engine_half = config.rollout.dtype in HALF
@@ -284,7 +286,8 @@ class _Rank:
                 for work, in_half in scored
             ),
         ]
-        beside = 0.0 if self.bypass else recomputing.seconds or 0.0
+        waits = config.rollout.n_learned is not None  # the recompute, for the rewards
+        beside = 0.0 if self.bypass or waits else recomputing.seconds or 0.0
         if not config.rollout.max_staleness:
             beside += sampling + decoding
         elif config.reward.placement == "ray":  # workers score the next step's images beside training

@@ -50,6 +50,12 @@ def test_one_model_for_both_needs_no_correction(shared):
     assert 0 < shared.fact("recompute_share") < 1
 
 
+def test_what_a_step_would_not_learn_from_is_not_scored(small, shared):
+    report = audit(small(rollout={"n": 4, "n_learned": 2}))
+    assert report.fact("num_samples") == shared.fact("num_samples") // 2
+    assert 0 < report.fact("recompute_share") < 1
+
+
 def test_rounded_weights_change_the_advice(small, shared):
     report = audit(small(rollout={"prompts_per_step": 2, "n": 4, "emulate": "int4"}))
     assert kind_in(report) == "leave"

@@ -13,6 +13,7 @@ from flowcorr.config import RewardConfig, RewardTerm, load
 from flowcorr.errors import ConfigError
 from flowcorr.instruments.audit import savings
 from flowcorr.instruments.audit.savings import (
+    advantages_of,
     audit_savings,
     cosine,
     over_prompts,
@@ -56,6 +57,14 @@ def test_an_interval_is_that_of_a_mean_over_prompts():
     assert over_prompts(lambda rows: 1.0, 1) is None
     assert over_prompts(lambda rows: math.nan, 5) is None
     assert cosine(np.ones(4), np.array([1.0, 1.0, 1.0, -1.0])) == 0.5
+
+
+def test_advantages_are_those_of_the_images_that_are_learned_from(small):
+    config = small(rollout={"n": 4, "n_learned": 2})
+    rewards = np.array([[3.0, 1.0, 2.0, 0.0], [5.0, 5.0, 9.0, 5.0]])
+    found = advantages_of(rewards, config)
+    half = math.sqrt(0.5)
+    np.testing.assert_allclose(found, [[half, 0, 0, -half], [-half, 0, half, 0]], atol=1e-4)
 
 
 def test_an_engine_offers_what_it_has(small):

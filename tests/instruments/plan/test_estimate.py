@@ -55,6 +55,21 @@ def test_longer_steps_save_their_calls(tiny):
     assert longer.seconds("recompute") == tiny.seconds("recompute")
 
 
+def test_only_what_is_learned_from_is_recomputed(tiny):
+    """Of 24 sampled, 12 cost the sampling and decoding of 24, and the recompute and the update of 12."""
+    chosen, more = plan("rollout.n=24", "rollout.n_learned=12"), plan("rollout.n=24")
+    flops = [{phase.name: phase.flops for phase in each.phases} for each in (tiny, chosen, more)]
+    assert chosen.images == more.images == 2 * tiny.images
+    for phase in ("sample", "decode"):
+        assert flops[1][phase] == flops[2][phase] == pytest.approx(2 * flops[0][phase])
+    for phase in ("recompute", "update"):
+        assert 2 * flops[1][phase] == pytest.approx(2 * flops[0][phase]) == pytest.approx(flops[2][phase])
+    # The samples of all are held, and copies of those that are learned from.
+    held = [each.memory.phases["sync"] for each in (tiny, more, chosen)]
+    assert held == sorted(held)
+    assert held[2] - held[1] == pytest.approx(held[1] - held[0], rel=0.05)
+
+
 def test_bypass_mode_has_no_recompute_pass(tiny):
     bypass = plan("algorithm.rollout_correction.preset=bypass_ppo_clip")
     assert bypass.seconds("recompute") == 0 < tiny.seconds("recompute")
