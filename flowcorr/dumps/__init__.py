@@ -72,7 +72,7 @@ class DumpedTerms:
             ones, if the old policy has the current weights (`actor.old_policy`).
         before_update: 1 where the term of `current_log_probs` was scored before the step's first update, so that it
             holds nothing that was learned from the batch; else 0.
-        rewards: `[B]`, the values that `reward/mean` averages.
+        rewards: `[B]`, the values that `reward/mean` averages; with `rollout.n_learned` those of the chosen samples.
         timesteps, sigmas, sigmas_next, step_indices: as in `Rollout`.
         stds: full standard deviations of the steps.
         group_ids, policy_versions, worker_ids: `[B]`, as in `Rollout`.
