@@ -235,7 +235,7 @@ def test_failed_rewards_are_recorded(tmp_path):
     run.engine.sync(run.actor.weights.snapshot())
     with pytest.raises(BackendError, match="failed in every group"):
         train_step(run, 1, lambda phase: None)
-    assert told == [("reward_failed", {"samples": 4, "of": 4})]
+    assert told == [("reward_failed", {"samples": 6, "of": 6})]
     strict = replace(settings.reward, on_error="fail")
     run.config = replace(settings, reward=strict)
     with pytest.raises(BackendError, match="failed on sample 0") as caught:
