@@ -322,6 +322,12 @@ def analyse(rows: Mapping[str, Rows], folder: Path) -> str:
             texts[f"{name}.md"] = "\n".join(_confirmed(studies[name], title)) + "\n"
     if studies["quantized"].runs:
         texts["quantized.md"] = quantized(rows["quantized"]) + "\n"
+    for name, title in (
+        ("samples", "12 of 24 images"),
+        ("samples_again", "The better of them, on other seeds"),
+    ):
+        if studies[name].runs:
+            texts[f"{name}.md"] = at_equal_cpu(studies[name], title) + "\n"
     if studies["equivalence"].runs:
         both = Study([*rows["confirm"], *rows["equivalence"]])
         texts["equivalence.md"] = equivalence(both) + "\n"
@@ -353,12 +359,35 @@ def equivalence(study: Study) -> str:
     "A comparison of the two one-sided tests procedure", J. Pharmacokinet. Biopharm. 15 (1987).
     """
     (found,) = [one for one in study.equal_steps() if str(one.arm) == "int4/two/uncorrected"]
-    count = len(found.differences)
-    error = statistics.stdev(found.differences) / math.sqrt(count)
+    return within_margin(found)
+
+
+def within_margin(compared: Comparison) -> str:
+    """The two one-sided t tests of a comparison in a line: its 90 % interval, and whether it lies within `MARGIN`."""
+    count = len(compared.differences)
+    error = statistics.stdev(compared.differences) / math.sqrt(count)
     half_width = t_quantile(2 * ALPHA, count - 1) * error
-    within = abs(found.mean) + half_width < MARGIN
+    within = abs(compared.mean) + half_width < MARGIN
     verdict = "equivalent" if within else "not shown to be equivalent"
     return (
-        f"{found.label}, {count} seeds: {found.mean:+.4f}, 90 % interval ± {half_width:.4f}; within the margin of "
-        f"{MARGIN}: {verdict}."
+        f"{compared.label}, {count} seeds: {compared.mean:+.4f}, 90 % interval ± {half_width:.4f}; "
+        f"within the margin of {MARGIN}: {verdict}."
+    )
+
+
+def at_equal_cpu(study: Study, title: str) -> str:
+    """The comparisons of arms whose steps were chosen to take equal CPU time, that time, and equivalence."""
+    compared = study.equal_steps()
+    lines = ["| Arm | steps | CPU s of training |", "|---|---|---|"]
+    for arm in study.runs:
+        steps = statistics.fmean(study.last(arm, "step"))
+        lines.append(f"| {arm} | {steps:.0f} | {statistics.fmean(study.last(arm, 'cpu_seconds')):.1f} |")
+    return "\n".join(
+        [
+            *(f"## {title}", ""),
+            *(*verdict(compared, "at equal CPU time"), ""),
+            *(*_comparisons(study, compared, "At equal CPU time"), ""),
+            *(*(f"- {within_margin(one)}" for one in compared), ""),
+            *lines,
+        ]
     )

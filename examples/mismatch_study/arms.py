@@ -9,7 +9,7 @@ CORRUPTED_SHARE = 0.1
 
 # Corrupted: a tenth of the samples were drawn for another prompt, see `hooks.WrongPrompts`. Quarter: one of four
 # workers has a fault, see `hooks.OneOfFour`. nf4_trainer: the trainer is quantized and the engine is not, see
-# `hooks.UnquantizedEngine`.
+# `hooks.UnquantizedEngine`. 12_of_24: learns from the extremes of twice as many images.
 _EXACT = "rollout.emulate=none"  # the recipe's own engine is an fp8 one
 ROLLOUTS = {
     "fp32": (_EXACT,),
@@ -22,6 +22,8 @@ ROLLOUTS = {
     "quarter_adapter": (_EXACT,),
     "quarter_sigma": (_EXACT,),
     "nf4_trainer": (_EXACT, "model.quantization=nf4"),
+    "fp32_12_of_24": (_EXACT, "rollout.n=24", "rollout.n_learned=12"),
+    "fp32_24_of_24": (_EXACT, "rollout.n=24"),
 }
 # `all`: every step but the last, whose std is 7e-4. Smaller micro-batches halve its time and change no gradient.
 WINDOWS = {
@@ -132,10 +134,14 @@ class Arm:
 
     @property
     def references(self) -> list["Arm"]:
-        """What it is compared with: uncorrected training, and for weights their control; for that, no gap."""
+        """What it is compared with: uncorrected training, and for weights their control; for that, no gap.
+
+        Chosen samples are compared with as few and with as many that are all learned from.
+        """
         plain = Arm(self.rollout, self.window, UNCORRECTED)
         if self == plain:
-            return [Arm("fp32", self.window, UNCORRECTED)] if self.rollout != "fp32" else []
+            others = {"fp32": (), "fp32_12_of_24": ("fp32", "fp32_24_of_24")}.get(self.rollout, ("fp32",))
+            return [replace(self, rollout=other) for other in others]
         control = Arm(self.rollout, self.window, CONTROL)
         if self.correction == AUTO_BAND:
             return [replace(self, correction=other) for other in ("bypass", "bypass_random")]

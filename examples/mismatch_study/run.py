@@ -7,17 +7,20 @@ them ran, on eight other seeds; `bypass` those of `arms_bypass.yaml`, on rejecti
 settings of these once more, on twelve other seeds; `quantized` those of `arms_quantized.yaml`, on a trainer in NF4
 beside an engine on the unquantized base; `equivalence` adds seeds to the first two arms of `confirm`, to tell whether
 int4 does harm that is worth a name; `centering` those of `arms_centering.yaml`, on score centering where all steps
-learn, which nobody has run yet. `analyse` writes a table and a picture of each. A run is one arm with one seed. Its
-rows in the folder's `*.csv` are written when it ends; runs that have rows are not done again, so an interrupted study
-goes on where it was. `screen` and `confirm` take three to four CPU-hours, `bypass` and `bypass_again` two each,
-`equivalence` and `quantized` less than one each; `results/` holds ours. Needs `pip install -e '.[ocr]'`, `quantized`
-also `'.[quantized]'`.
+learn, which nobody has run yet; `samples` those of `arms_samples.yaml`, on learning from 12 of 24 images, and
+`samples_again` the better of them once more, on new seeds, which nobody has run yet either. `analyse` writes a table
+and a picture of each. A run is one arm with one seed. Its rows in the folder's `*.csv` are written when it ends; runs
+that have rows are not done again, so an interrupted study goes on where it was. `screen` and `confirm` take three to
+four CPU-hours, `bypass` and `bypass_again` two each, `samples` 1.3 and `samples_again` two, `equivalence` and
+`quantized` less than one each; `results/` holds ours. Needs `pip install -e '.[ocr]'`, `quantized` also
+`'.[quantized]'`.
 """
 
 import argparse
 import csv
 import multiprocessing
 import signal
+import statistics
 import sys
 import time
 from collections import Counter
@@ -26,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from analysis import analyse
+from analysis import Study, analyse
 from arms import CONTROL, CORRUPTED_SHARE, RANDOM, UNCORRECTED, Arm, chosen, screened
 from hooks import OneOfFour, RandomRejection, StepMeanWeights, UnquantizedEngine, WrongPrompts
 from rich.console import Console
@@ -51,7 +54,10 @@ METRICS = {  # column -> metric, meaned over the training steps since the last e
     "clipped": "actor/pg_clipfrac",
     "grad_norm": "actor/grad_norm",
 }
-PHASE_NAMES = ("screen", "confirm", "bypass", "bypass_again", "quantized", "equivalence", "centering")
+PHASE_NAMES = (
+    *("screen", "confirm", "bypass", "bypass_again", "quantized", "equivalence", "centering"),
+    *("samples", "samples_again"),
+)
 Row = dict[str, object]
 
 
@@ -64,7 +70,7 @@ class Phase:
         arms: what is compared.
         seeds: training seeds; every arm gets all of them. `bypass` has those of `confirm`; no other phases share one.
         words: held-out words of an evaluation.
-        steps: training steps by window; evaluated half way and at the end.
+        steps: training steps by window, or by rollout; evaluated half way and at the end.
         overrides: configuration keys for all its runs.
         served: whether its runs are also evaluated on the unquantized base.
     """
@@ -76,6 +82,10 @@ class Phase:
     steps: Mapping[str, int]
     overrides: tuple[str, ...] = ()
     served: bool = False
+
+    def num_steps(self, arm: Arm) -> int:
+        """Training steps of an arm."""
+        return self.steps[arm.rollout if arm.rollout in self.steps else arm.window]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +139,21 @@ def centering() -> Phase:
     return Phase(name="centering", arms=arms, seeds=tuple(range(60, 72)), words=512, steps={"all": 8})
 
 
+def samples() -> Phase:
+    """Runs of equal CPU time, by the seconds of a step in `arms_samples.yaml`."""
+    arms = tuple(chosen(HERE / "arms_samples.yaml"))
+    steps = {"fp32": 36, "fp32_12_of_24": 20, "fp32_24_of_24": 18}
+    return Phase(name="samples", arms=arms, seeds=tuple(range(72, 84)), words=512, steps=steps)
+
+
+def samples_again(rows: Sequence[Mapping[str, str]]) -> Phase:
+    """The reference, and the other arm of `samples` whose mean held-out exact match is higher in these rows."""
+    study = Study(rows)
+    reference, *others = samples().arms
+    better = max(others, key=lambda arm: statistics.fmean(study.last(arm, "exact_match")))
+    return replace(samples(), name="samples_again", arms=(reference, better), seeds=tuple(range(84, 112)))
+
+
 class PhaseClock:
     """CPU seconds of each phase of a step; a wall clock would also count what else the machine does."""
 
@@ -145,7 +170,7 @@ class PhaseClock:
 def train(run: Run) -> list[Row]:
     """Train and evaluate; one row an evaluation. Its times are of training alone, but for `cpu_total`."""
     born = time.process_time()
-    steps = run.phase.steps[run.arm.window]
+    steps = run.phase.num_steps(run.arm)
     keys = [f"trainer.seed={run.seed}", f"data.num_heldout={run.phase.words}", *IN_TURN, *run.phase.overrides]
     keys.append("trainer.on_fault=warn")  # some arms plant the faults that would stop them
     training, data = build_run(config.load(RECIPE, [*run.arm.overrides(), *keys]))
@@ -323,6 +348,10 @@ if __name__ == "__main__":
         do(equivalence(), arguments.out, arguments.jobs)
     if arguments.phase in ("centering", "all"):
         do(centering(), arguments.out, arguments.jobs)
+    if arguments.phase in ("samples", "all"):
+        do(samples(), arguments.out, arguments.jobs)
+    if arguments.phase in ("samples_again", "all"):
+        do(samples_again(read(arguments.out / "samples.csv")), arguments.out, arguments.jobs)
     if arguments.phase in ("analyse", "all"):
         rows = {name: read(arguments.out / f"{name}.csv") for name in PHASE_NAMES}
         print(analyse(rows, arguments.out))

@@ -237,7 +237,8 @@ def test_the_arms_of_score_centering_load_on_seeds_of_their_own(study):
     from flowcorr import config
 
     phase = study.run.centering()
-    others = [getattr(study.run, name)() for name in study.run.PHASE_NAMES if name != phase.name]
+    names = [name for name in study.run.PHASE_NAMES if name not in (phase.name, "samples_again")]
+    others = [getattr(study.run, name)() for name in names]
     assert not set(phase.seeds) & {seed for other in others for seed in other.seeds}
     (centred,) = [arm for arm in phase.arms if arm.correction == "score_centering"]
     assert set(centred.references) < set(phase.arms)
@@ -273,6 +274,38 @@ def test_arms_in_bypass_mode_load_and_each_control_follows_its_band(study, tmp_p
     found = study.analysis.analyse(none | {"bypass": rows, "bypass_again": rows}, tmp_path)
     assert sum(line.startswith("## ") for line in found.splitlines()) >= 2
     assert {"bypass.md", "bypass_again.md"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_what_is_learned_from_is_compared_in_equal_cpu_time_on_seeds_of_its_own(study, tmp_path):
+    from flowcorr import config
+
+    phase = study.run.samples()
+    rollouts = [config.load(study.run.RECIPE, arm.overrides()).rollout for arm in phase.arms]
+    assert [(one.n, one.learned_per_prompt) for one in rollouts] == [(12, 12), (24, 12), (24, 24)]
+    one, chosen, many = phase.arms
+    assert (one.references, chosen.references, many.references) == ([], [one, many], [one])
+    earlier = ("screen", "confirm", "bypass", "bypass_again", "quantized", "equivalence", "centering")
+    seeds = {seed for name in earlier for seed in getattr(study.run, name)().seeds}
+    scored = [
+        {"arm": str(arm), "seed": "0", "step": "1", "exact_match": str(score)}
+        for arm, score in zip(phase.arms, (0.9, 0.5, 0.6), strict=True)
+    ]
+    again = study.run.samples_again(scored)
+    assert again.arms == (one, many)
+    assert not {*phase.seeds} & {*again.seeds}
+    assert not {*phase.seeds, *again.seeds} & seeds
+    assert all(phase.num_steps(arm) % 2 == 0 for arm in phase.arms)
+
+    few = tuple(key for key in SMALL if not key.startswith("rollout.n="))
+    small = replace(phase, seeds=(72, 73), words=4, steps=dict.fromkeys(phase.steps, 1), overrides=few)
+    study.run.do(small, tmp_path, 1)
+    rows = study.run.read(tmp_path / "samples.csv")
+    none = {name: [] for name in study.run.PHASE_NAMES}
+    text = study.analysis.analyse(none | {"samples": rows}, tmp_path)
+    assert [row["arm"] for row in rows] == 2 * [str(arm) for arm in phase.arms]
+    for left, right in ((chosen, one), (chosen, many), (many, one)):
+        assert f"- {left} against {right}, 2 seeds: " in text
+    assert (tmp_path / "samples.md").read_text(encoding="utf-8") in text
 
 
 def test_an_unquantized_engine_is_exact_for_the_adapter_and_apart_from_the_quantized_trainer(study):
