@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from flowcorr.health.metric import NATS, Drawn, row, under
 from flowcorr.health.of_residuals import RESIDUALS, image_limit
 from flowcorr.health.rule import DOCTOR, PERSISTENT, Rule, Units
+from flowcorr.questions.normal import largest_kl
 from flowcorr.questions.question import AFTER, BEFORE, BETWEEN, BEYOND, ERRORS, IMAGES_REMEDY, REWARD
 
 _ROUNDED = 1e-5  # nats a latent element: the rounding of a log-prob in float32
@@ -16,11 +18,9 @@ _ROUNDED = 1e-5  # nats a latent element: the rounding of a log-prob in float32
 
 def _usual_kl(units: Units) -> float:
     """The largest mean of `-delta` whose step means are `usual_distance` stds apart, with its error."""
-    distance = units.usual_distance
-    error = 0.0
-    if units.num_elements is not None:
-        error = ERRORS * distance / math.sqrt(units.num_elements * units.num_terms)
-    return distance**2 / 2 + error + _ROUNDED
+    # Without their number, no error of chance.
+    count = sys.maxsize if units.num_elements is None else units.num_elements * units.num_terms
+    return largest_kl(units.usual_distance, count, _ROUNDED)
 
 
 def _of_fresh_weights(units: Units) -> float:

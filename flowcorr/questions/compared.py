@@ -19,11 +19,11 @@ from flowcorr import sde
 from flowcorr.actor import DiffusionActor
 from flowcorr.config.schema import Config
 from flowcorr.models import Schedule, rollout_schedule, windows_of
+from flowcorr.questions.legs import legs
 from flowcorr.records import Rollout, Scores
 from flowcorr.sde.transition import mean_over_elements
 
 _SAME_NOISE = 1e-4  # factor between two noises that float32 on two devices, and their stds, explain
-SAME_LATENTS = 1e-5  # latents have unit scale; float32 keeps 1e-7 of it
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
 _SPARE_BITS = 0x1FFF  # the last 13 of 23: float16, bfloat16 and TF32 leave them 0
 _AT_THE_BOUND = (
@@ -275,43 +275,43 @@ def broken_trajectories(rollout: Rollout, start: Tensor, num_steps: int) -> Tens
         start: `[B, *L]`, their initial noise.
         num_steps: of the schedule.
     """
-    window, final = rollout.window, rollout.final_latents
-    steps = window.step_indices
-    broken = torch.zeros(rollout.num_samples, dtype=torch.bool, device=steps.device)
-    pairs = [(steps[:, 0] == 0, start.to(steps.device), window.latents[:, 0])]
-    pairs += [
-        (steps[:, t + 1] == steps[:, t] + 1, window.next_latents[:, t], window.latents[:, t + 1])
-        for t in range(rollout.num_steps - 1)
-    ]
-    if final is not None:
-        pairs.append((steps[:, -1] == num_steps - 1, window.next_latents[:, -1], final))
-    for same, one, other in pairs:
-        gap = (one - other).flatten(1).abs().amax(1)
-        broken |= same & ~(gap <= SAME_LATENTS)
-    return broken
+    window = rollout.window
+    every = legs(
+        start.to(window.latents),
+        window.latents,
+        window.next_latents,
+        rollout.final_latents,
+        window.step_indices,
+        num_steps,
+    )
+    return torch.stack([leg.broken for leg in every]).any(0)
 
 
 def coarse_latents(rollout: Rollout) -> Tensor:
-    """`[B]` bool: some latents of the sample were rounded to half precision, or clamped to a bound.
-
-    Rounded are the latents of a step if all their elements are. A bound shows in elements of exactly one size, the
-    largest of the sample or of the batch at that place.
-    """
+    """`[B]` bool: all elements of a step's latents were rounded to half precision, or some were clamped to a bound."""
     window, final = rollout.window, rollout.final_latents
     places = [*window.latents.unbind(1), *window.next_latents.unbind(1)] + ([] if final is None else [final])
     coarse = torch.zeros(rollout.num_samples, dtype=torch.bool, device=window.latents.device)
     for place in places:
         rows = place.float().flatten(1).contiguous()
         coarse |= ((rows.view(torch.int32) & _SPARE_BITS) == 0).all(1) & rows.any(1)
-        sizes = rows.abs()
-        largest = sizes.amax(1)
-        coarse |= ((sizes == largest[:, None]).sum(1) >= _AT_THE_BOUND) & (largest > 0)
-        at_bound = (sizes == largest.max()) & (largest.max() > 0)
-        # Images of a prompt may share their latents until their first noise.
-        distinct = list({tuple(row): place for place, row in enumerate(rows[:, :16].tolist())}.values())
-        if int(at_bound[distinct].sum()) >= _AT_THE_BOUND:
-            coarse |= at_bound.any(1)
+        coarse |= at_bound(rows).any(1)
     return coarse
+
+
+def at_bound(rows: Tensor) -> Tensor:
+    """`[N, D]` bool: elements of latents that were clamped to a bound.
+
+    A bound shows in elements of exactly one size, the largest of a row or of all.
+    """
+    sizes = rows.abs()
+    largest = sizes.amax(1, keepdim=True)
+    own = (sizes == largest) & (largest > 0)
+    clamped = own & (own.sum(1, keepdim=True) >= _AT_THE_BOUND)
+    of_all = own & (sizes == sizes.max())
+    # Images of a prompt may share their latents until their first noise.
+    distinct = list({tuple(row): place for place, row in enumerate(rows[:, :16].tolist())}.values())
+    return clamped | of_all if int(of_all[distinct].sum()) >= _AT_THE_BOUND else clamped
 
 
 def owners(rollout: Rollout, samples: Tensor | slice = slice(None)) -> tuple[list[int], list[int]]:

@@ -1,12 +1,16 @@
-"""Ranges of the moments of standard normal step noise, as chance spreads them. Read without torch."""
+"""Ranges of numbers of standard normal step noise, as chance spreads them. Read without torch."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from flowcorr.questions.question import ERRORS
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Number = TypeVar("Number", float, "Tensor")
 Moment = Literal["mean", "std", "tails"]
 """`tails`: the mean of `e^4 - 6 e^2 + 3`, the fourth Hermite polynomial."""
 
@@ -30,3 +34,16 @@ def ranges(count: int | None, gap: float = 0.0) -> dict[Moment, tuple[float, flo
         "std": (1 - error / math.sqrt(2) - gap, 1 + error / math.sqrt(2) + gap),
         "tails": (-tails, tails * skew + _TAILS_OF_GAP * square * square),
     }
+
+
+def largest_kl(distance: Number, count: Number, rounding: Number) -> Number:
+    """The largest mean of `-delta` of two policies, at most `ERRORS` standard errors from its expectation.
+
+    `delta = -r^2/2 + r z / sqrt(D)` with a standard normal `z`.
+
+    Args:
+        distance: `r`, of their step means, in stds.
+        count: elements of the steps together, over the square of their noise's spread.
+        rounding: of the log-probs, nats a latent element.
+    """
+    return distance * distance / 2 + ERRORS * distance / count**0.5 + rounding

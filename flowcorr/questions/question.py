@@ -8,7 +8,7 @@ compute numbers that come part by part or take passes of the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from flowcorr.config.schema import Config
     from flowcorr.questions.compared import Compared
+    from flowcorr.questions.legs import LegName
 
 _OWN = "trainer.checks"  # names questions of one's own
 ERRORS = 6.0  # standard errors; chance exceeds this twice in 1e9 times
@@ -177,6 +178,8 @@ AFTER = Question(
     remedy=f"{_NO_LOG_PROB} prompt embeddings, guidance, timesteps and schedule after the window in both stacks, and "
     "leave latents as they are between the steps",
 )
+OUTSIDE: Mapping[LegName, Question] = {"before": BEFORE, "between": BETWEEN, "after": AFTER}
+"""By leg."""
 # Its limit follows from both decoders, see `precision.image_limit`.
 IMAGES_REMEDY = (
     "compare the VAEs, their scaling, shift and tiling, the order of channels, that of the images in a batch, and what "

@@ -41,8 +41,9 @@ from flowcorr.models import ModelFamily
 from flowcorr.questions.compared import Compared, velocity_gaps
 from flowcorr.questions.gap_split import behaviour_weights
 from flowcorr.questions.images import image_residuals
+from flowcorr.questions.legs import LegName, Repeated, errors_by_leg
 from flowcorr.questions.noise import WindowResiduals, scored_by_sampler
-from flowcorr.questions.outside import LegName, Repeated, errors_by_leg, repeat_outside, window_units
+from flowcorr.questions.outside import repeat_outside, window_units
 from flowcorr.questions.residual_terms import share, terms
 from flowcorr.records import Rollout
 from flowcorr.rollout import Weights, decode

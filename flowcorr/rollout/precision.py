@@ -108,8 +108,13 @@ def accounted_gap(names: Collection[str], scale: float, *, apart: bool) -> float
         scale: of guidance; 1 is off, or distilled.
         apart: whether the engine is outside the trainer's process.
     """
+    return min(max(MARGIN * clean_gap(names, scale, apart=apart), NO_GAP), LARGEST_GAP)
+
+
+def clean_gap(names: Collection[str], scale: float, *, apart: bool) -> float:
+    """The largest velocity gap of clean runs, with the arguments of `accounted_gap`."""
     roundings = [ROUNDINGS[name] for name in names] + [OTHER_PROCESS] * apart
-    return min(max(MARGIN * max(rounding.at(scale) for rounding in roundings), NO_GAP), LARGEST_GAP)
+    return max(rounding.at(scale) for rounding in roundings)
 
 
 def image_limit(*dtypes: str, rounding: float = 0.0) -> float:

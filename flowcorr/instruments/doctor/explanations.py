@@ -13,7 +13,7 @@ from flowcorr.instruments.doctor.findings import failed, passed, skipped, warned
 from flowcorr.instruments.doctor.fitting import fitted
 from flowcorr.instruments.doctor.hypotheses import Hypothesis, hypotheses
 from flowcorr.instruments.doctor.legs import LegName, Legs
-from flowcorr.instruments.doctor.stack import VELOCITY_ERROR, Inputs, Stack
+from flowcorr.instruments.doctor.stack import Inputs, Stack
 
 _CLEARLY = 10.0  # times, at least, that the named cause leaves less of the gap than any other
 _EXACT = 1000.0  # times that a replay comes closer, where nothing but its cause brings it there
@@ -187,9 +187,9 @@ def examine_trainer(stack: Stack, log_probs: Tensor, pool: Sequence[str]) -> Fin
 
 def _rounded(stack: Stack) -> str:
     """The dtype whose rounding explains all legs, where a finer one was captured; else empty."""
-    for name, error in sorted(VELOCITY_ERROR.items(), key=lambda item: item[1]):
-        if error > stack.velocity_error:
-            legs = Legs(stack, error)
+    for name in ("float16", "bfloat16"):
+        if stack.gaps_in(name) > stack.gaps_in(stack.dtype):
+            legs = Legs(stack, name)
             scores = legs.scores(stack.captured, legs.known).values()
             if all(bool((score <= 1).all()) for score in scores):
                 return name

@@ -7,7 +7,10 @@
 | `between` | latents after a step of the window | latents before its next one, the same if no step lies between |
 | `after` | latents after the window's last step | final latents |
 
-The limit of a leg follows from the relative error of a velocity in the precision of the coarser stack.
+Limits are those of training. Outside the window, that of the leg's question, in units of the largest velocity gap that
+the precision of both stacks accounts for: captured samples do not say the gap of their window. Of log-probs, chance
+with step means as far apart as the largest velocity gap of clean runs moves them. Of latents with no step between them,
+the equality of a rollout's trajectory. Latents that were stored in half precision add its rounding.
 """
 
 from __future__ import annotations
@@ -25,19 +28,20 @@ from flowcorr.dumps.replay import ReplaySamples
 from flowcorr.errors import FlowcorrError
 from flowcorr.instruments.doctor.stack import Inputs, Stack
 from flowcorr.instruments.stored import rounding_of, stored_in
-from flowcorr.questions import outside
-from flowcorr.questions.question import ERRORS
+from flowcorr.questions import legs as outside
+from flowcorr.questions.normal import largest_kl
+from flowcorr.questions.question import ERRORS, OUTSIDE
+from flowcorr.rollout.precision import LARGEST_DISTANCE
 from flowcorr.sde.log_prob import HALF_LOG_TWO_PI
 from flowcorr.sde.transition import mean_over_elements
 
-LegName = Literal["before", "log_probs", "between", "after"]
+LegName = outside.LegName | Literal["log_probs"]
 
 _ULP = 2.0**-23  # of float32
+_ROUNDING = 8 * _ULP  # relative, of float32 latents over the steps of a leg
 _BEYOND = 1e9  # limits, of values that are not finite
-# Rounding of latents adds to that of a velocity on a leg; float32 stacks stay below a tenth of this.
-_PATH_FACTOR = 50.0
 _BY_SAMPLE = ("_noise", "_final", "_before", "_after", "_log_probs")
-_OF_WINDOW = ("_limits", "square", "std", "step", "noise")
+_OF_WINDOW = ("_limits", "square", "std", "step", "noise", "distance")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,22 +99,21 @@ class Legs:
 
     Args:
         stack: replays them.
-        velocity_error: relative error of a velocity that is explained; the stack's by default.
+        dtype: in which the engine computed; as captured by default.
         log_probs: `[n, T]` of the trainer, which are judged in place of the engine's, and no other leg.
 
     Attributes:
         known: the legs that can be judged.
         convention: what the captured log-probs are; None where that is not known.
-        square, std, step, noise: of the window's steps, where log-probs are judged: mean squares of their noise, stds
-            and sizes `[n, T]`, and the noise `[n, T, *L]`.
+        square, std, step, distance, noise: of the window's steps, where log-probs are judged: mean squares of their
+            noise, stds, sizes, and the largest explained distances of step means in stds `[n, T]`, and the noise
+            `[n, T, *L]`.
         agrees: whether the window's replay agrees with the capture.
     """
 
-    def __init__(
-        self, stack: Stack, velocity_error: float | None = None, *, log_probs: Tensor | None = None
-    ) -> None:
+    def __init__(self, stack: Stack, dtype: str | None = None, *, log_probs: Tensor | None = None) -> None:
         self._stack, samples = stack, stack.samples
-        self._error = stack.velocity_error if velocity_error is None else velocity_error
+        self._clean_gap, self._usual_gap = stack.gaps_in(dtype or stack.dtype)
         self._noise, self._final = stack.tensor("initial_noise"), stack.tensor("final_latents")
         of_engine, log_probs = (
             log_probs is None,
@@ -125,7 +128,7 @@ class Legs:
             )
         )
         captured = [value for value in (self._before, self._after, self._final) if value is not None]
-        self._stored = max((rounding_of(value, _ULP / 2) for value in captured), default=_ULP / 2)
+        self._rounding = max((rounding_of(value, _ROUNDING) for value in captured), default=_ROUNDING)
         known: list[LegName] = []
         has_schedule = samples.guidance_scale is not None and stack.own is not None
         steps = stack.steps
@@ -146,10 +149,17 @@ class Legs:
         if "log_probs" in known:
             step, velocity, reach = self._transition(stack.captured)
             self.square, self.std, self.noise = self._squares(step)
-            self._limits = self._limits_of(step, velocity, reach, self.square)
+            self.distance = self._distance(step, velocity, reach)
+            self._limits = self._limits_of(step, self.distance, self.square)
             self.step = step.step
             self.convention = self._fitting_convention()
             self.agrees = bool((self._window(stack.captured).abs() <= 1).all())
+
+    @property
+    def told_noise(self) -> tuple[Tensor, float]:
+        """Step noise `[N, *L]` that rounding does not hide, and how much of rounding is in it at most (rms)."""
+        told = self.distance <= LARGEST_DISTANCE
+        return self.noise[told], float(self.distance[told].square().mean().sqrt())
 
     @property
     def num_samples(self) -> int:
@@ -217,33 +227,31 @@ class Legs:
         noise = sde.added_noise(self._after.double(), step)
         return mean_over_elements(noise.square(), 2), step.std, noise
 
-    def _limits_of(self, step: sde.Transition, velocity: Tensor, reach: Tensor, square: Tensor) -> Tensor:
-        """`[n, T]`, the largest difference of mean-pooled log-probs that rounding explains.
-
-        An error of the mean by `r` stds moves a log-prob by `r^2 / 2`, and by `r / sqrt(D)` times a normal variable of
-        the spread of the noise.
-        """
+    def _distance(self, step: sde.Transition, velocity: Tensor, reach: Tensor) -> Tensor:
+        """`[n, T]`, the largest distance of step means in stds that rounding explains."""
         assert self._before is not None
-        error = self._error
-        size = mean_over_elements(velocity.square(), 2) * (error * reach).square()
-        size = size + mean_over_elements(self._before.double().square(), 2) * self._stored**2
-        r = size.sqrt() / step.std
-        elements = self._before[0, 0].numel()
-        rounding = 4 * _ULP * (1 + step.std.log().abs())
-        spread = square.sqrt().clamp(min=1)
-        return r.square() / 2 + 4 * r * spread / elements**0.5 + rounding * spread.square()
+        size = mean_over_elements(velocity.square(), 2) * (self._clean_gap * reach).square()
+        size = size + mean_over_elements(self._before.double().square(), 2) * self._rounding**2
+        return size.sqrt() / step.std
+
+    def _limits_of(self, step: sde.Transition, distance: Tensor, square: Tensor) -> Tensor:
+        """`[n, T]`, the largest difference of mean-pooled log-probs that such a distance explains.
+
+        Under other inputs the noise is not standard normal: its mean `square` is another.
+        """
+        square = square.clamp(min=1)
+        return largest_kl(distance, self._elements / square, 4 * _ULP * (1 + step.std.log().abs()) * square)
 
     def _fitting_convention(self) -> Convention | None:
         """The convention with which the replay agrees in the most samples; None where it does with none."""
         if self._log_probs is None:
             return None
-        gaps = {
-            convention: self._gap(convention, self.square, self.std, self.step, self._limits).abs().amax(1)
+        found = {
+            convention: _agreement(self._gap(convention, self.square, self.std, self.step, self._limits))
             for convention in self._conventions
         }
-        counts = {convention: int((gap <= 1).sum()) for convention, gap in gaps.items()}
-        best = max(counts, key=lambda convention: counts[convention])
-        return best if counts[best] else None
+        best = max(found, key=lambda convention: found[convention])
+        return best if found[best][0] else None
 
     @property
     def _conventions(self) -> Sequence[Convention]:
@@ -289,7 +297,7 @@ class Legs:
         except FlowcorrError:  # a step that has no density, or no noise level of its kind
             return torch.full_like(self.square, _BEYOND)
         square, std, _ = self._squares(step)
-        limits = self._limits_of(step, velocity, reach, square)
+        limits = self._limits_of(step, self._distance(step, velocity, reach), square)
         if self._log_probs is None:
             # Without log-probs there is the spread of noise, of which chance explains more.
             limit = 2 * limits + ERRORS * (2 / self._elements) ** 0.5
@@ -297,7 +305,7 @@ class Legs:
         # Where no convention fits the captured inputs, each may be that of others.
         conventions = self._conventions if self.convention is None else (self.convention,)
         gaps = [self._gap(convention, square, std, step.step, limits) for convention in conventions]
-        return min(gaps, key=lambda gap: float(gap.abs().max()))
+        return max(gaps, key=_agreement)
 
     def _gap(
         self,
@@ -315,37 +323,49 @@ class Legs:
         rounding = _ULP * claimed.abs() / scale
         return _in_limits(gap, limits + rounding)
 
-    def _path(self, leg: LegName, inputs: Inputs) -> Tensor:
-        """`[n, m]`, the replayed end of a leg less the captured one, in units of the limit of their distance."""
+    def _path(self, name: outside.LegName, inputs: Inputs) -> Tensor:
+        """`[n, m]`, the captured end of a leg less the replayed one, in units of the limit of their distance.
+
+        Where no step lies between two latents, that is the largest of their differences.
+        """
         assert self._before is not None
         assert self._after is not None
         assert self._noise is not None
-        whole = outside.legs(
-            inputs.initial_scale * self._noise,
-            self._before,
-            self._after,
-            self._final,
-            torch.tensor([self._stack.steps] * len(self._rows)),
-            len(inputs.timesteps),
-        )
 
         def step(index: int, latents: Tensor, rows: Tensor) -> Tensor:
             samples = [self._rows[row] for row in rows.tolist()]
             drift = self._stack.velocity(latents, [index] * len(latents), samples, inputs)
             return latents - (inputs.sigmas[index] - inputs.sigmas[index + 1]) * drift
 
-        gaps, ways, sizes, has_steps = [], [], [], False
-        for part in whole:
-            if part.name == leg:
-                latents, moves = part.walk(step)
-                gaps.append((latents - part.end).flatten(1).double())
-                ways.append((part.end - part.begin).flatten(1).double())
-                sizes.append(part.end.flatten(1).double())
-                has_steps |= bool(moves)
-        way, size = (torch.cat(values, 1).norm(dim=1) for values in (ways, sizes))
-        error = _PATH_FACTOR * min(self._error, 1 / (2 * _PATH_FACTOR))
-        limit = error * way * has_steps + (2 * self._stored + 16 * _ULP) * size
-        return _in_limits(torch.cat(gaps, 1), limit[:, None])
+        every = outside.legs(
+            inputs.initial_scale * self._noise,
+            self._before,
+            self._after,
+            self._final,
+            torch.tensor([self._stack.steps] * len(self._rows), device=self._noise.device),
+            len(inputs.timesteps),
+        )
+        own = [leg for leg in every if leg.name == name]
+        moving, apart = [], []
+        for part in outside.repeat(own, step, lambda index, latents, rows: latents):
+            gap, way, end = (rows.flatten(1).double() for rows in (part.gap, part.way, part.leg.end))
+            if part.moves:
+                moving.append(torch.stack([gap, way, end]))
+            else:
+                differences = _in_limits(gap, outside.SAME_LATENTS + 2 * self._rounding * end.abs())
+                apart.append(differences.gather(1, differences.abs().argmax(1, keepdim=True)))
+        if not moving:
+            return torch.cat(apart, 1)
+        gap, way, end = torch.cat(moving, 2)
+        way, end = (rows.norm(dim=1, keepdim=True) for rows in (way, end))
+        limit = OUTSIDE[name].limit * self._usual_gap * way + 2 * self._rounding * end
+        return torch.cat([_in_limits(gap, limit), *apart], 1)
+
+
+def _agreement(gap: Tensor) -> tuple[int, float]:
+    """The samples of a `gap` `[n, T]` that are within their limits, and how small the largest of all is."""
+    largest = gap.abs().amax(1)
+    return int((largest <= 1).sum()), -float(largest.max())
 
 
 def _in_limits(gap: Tensor, limit: Tensor | float) -> Tensor:

@@ -27,10 +27,9 @@ from flowcorr.models.adapter_files import plain_name
 from flowcorr.models.negatives import with_negative
 from flowcorr.records import Prompt
 from flowcorr.references import Reference
+from flowcorr.rollout.precision import accounted_gap, clean_gap
 from flowcorr.sde.transition import over_elements
 
-# Relative error of a velocity: of two float32 stacks, of one whose weights and activations are rounded.
-VELOCITY_ERROR = {"float32": 2e-6, "float16": 2.5e-3, "bfloat16": 2e-2}
 _BATCH = 8  # samples of a forward pass
 _MAX_FRAMES = 1024  # of a video whose number is looked for
 REFERENCES: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -109,7 +108,6 @@ class Stack:
         places: of the steps' noise levels in the model's own schedule, see `ReplaySamples.sigma_indices`.
         own: the same steps of the model's own schedule.
         captured: the inputs as they were captured, with the model's own schedule where it was not.
-        velocity_error: relative error of a velocity that the precision of both stacks explains.
 
     Raises:
         ConfigError: the samples do not fit the model.
@@ -146,9 +144,6 @@ class Stack:
             noise_level=samples.noise_level,
             sde_type=cast(sde.SdeType, samples.sde_type),
         )
-        of_engine = VELOCITY_ERROR[samples.dtype or "bfloat16"]
-        of_stack = VELOCITY_ERROR[str(family.dtype).removeprefix("torch.")]
-        self.velocity_error = max(of_engine, of_stack)
         if samples.adapter:
             load_adapter(family, samples)
         self._encoded: dict[tuple[Any, ...], Conditioning] = {}
@@ -156,6 +151,21 @@ class Stack:
     @property
     def device(self) -> torch.device:
         return next(self.family.transformer.parameters()).device
+
+    @property
+    def dtype(self) -> str:
+        """In which the engine computed; the coarsest that `ReplaySamples` knows where it was not captured."""
+        return self.samples.dtype or "bfloat16"
+
+    def gaps_in(self, dtype: str) -> tuple[float, float]:
+        """The largest velocity gap of clean runs, and the largest that is accounted for.
+
+        Args:
+            dtype: in which the engine computed.
+        """
+        names = {dtype, str(self.family.dtype).removeprefix("torch.")}
+        scale = self.family.amplification(self._guidance(self.captured.guidance_scale))
+        return clean_gap(names, scale, apart=False), accounted_gap(names, scale, apart=False)
 
     def tensor(self, name: str) -> Tensor | None:
         """Captured latents in the family's layout, float32 on its device; None if none were captured.

@@ -8,6 +8,7 @@ import torch
 from flowcorr import sde
 from flowcorr.instruments.doctor.legs import CONVENTIONS, MEAN, Legs
 from flowcorr.instruments.doctor.stack import Stack
+from flowcorr.questions.question import OUTSIDE
 
 LEGS = ("before", "log_probs", "between", "after")
 
@@ -94,3 +95,19 @@ def test_the_last_step_of_cps_is_an_euler_step(first, stack_of, captured):
     assert legs.known == (() if first else LEGS)
     assert legs.convention == (None if first else CONVENTIONS[3])
     assert all(float(score.max()) < 0.5 for score in legs.scores(cps.captured, legs.known).values())
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [("float16", 4.8e-3), ("bfloat16", 0.038)])
+def test_a_leg_has_the_limit_of_its_question_in_the_precision_of_both_stacks(
+    dtype, scale, stack_of, captured
+):
+    """A share of the way, in the largest gap that the precision explains."""
+    stack = stack_of(dtype=dtype)
+    assert stack_of(guidance_scale=4.0).gaps_in(dtype) == pytest.approx((scale, 3 * scale))
+    error = OUTSIDE["after"].limit * stack.gaps_in(dtype)[1]
+    final = captured["final_latents"]
+    way = final - captured["next_latents"][:, -1]
+    for share in (0.8, 1.6):
+        changed = stack_of(dtype=dtype, final_latents=final + share * error * way)
+        scores = Legs(changed).scores(changed.captured, ["after"])["after"]
+        assert scores.tolist() == pytest.approx([share / (1 + share * error)] * len(scores), rel=0.05)

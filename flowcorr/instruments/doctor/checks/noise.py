@@ -18,16 +18,15 @@ from flowcorr.instruments.doctor.stack import Stack
 from flowcorr.instruments.doctor.trials import Trial
 from flowcorr.instruments.stored import stored_in
 from flowcorr.metrics import Metrics
-from flowcorr.questions.compared import beside_seeds, standard_errors
+from flowcorr.questions.compared import at_bound, beside_seeds, standard_errors
 from flowcorr.questions.noise import moments
 from flowcorr.questions.normal import Moment, ranges
-from flowcorr.questions.question import ERRORS, LOG_PROBS, STEP_NOISE
+from flowcorr.questions.question import ERRORS, LATENTS, LOG_PROBS, STEP_NOISE
 from flowcorr.records import Rollout
 
 FALSE_ALARMS = 1e-6  # probability that `check_noise` fails by chance
 NOISE_GAP = 0.05  # rms; latents have unit scale, and different noise gives 0.9 or more
 SHAPE_GAP = 1e-3  # rms; 3e-7 in float32 (2e-6 under guidance), .002 in bfloat16; lower precision allows more
-_CLAMPED = 3  # elements of one largest size
 SHARED = 0.5  # correlation above which two captured draws are one
 
 
@@ -239,9 +238,12 @@ def check_captured_noise(captured: Captured) -> Finding:
     if not judged_steps:
         told += "; noise of the window's steps is not judged, since its replay differs or was not made, or its latents "
         told += "were clamped"
-    elif legs.convention is not None:  # else its spread is that of the noise level
-        of_steps = Metrics.from_stats(moments(legs.noise)).compute()
-        errors, _, text = _worst_moment(of_steps, legs.noise.numel(), gap=stack.velocity_error)
+    elif legs.convention is not None and len(
+        legs.told_noise[0]
+    ):  # else its spread is that of the noise level
+        noise, gap = legs.told_noise
+        of_steps = Metrics.from_stats(moments(noise)).compute()
+        errors, _, text = _worst_moment(of_steps, noise.numel(), gap)
         if not errors <= ERRORS:
             return failed(
                 f"the noise of the window's steps {text}, {errors:.3g} standard errors off; log-probs agree with the "
@@ -259,15 +261,15 @@ def check_captured_latents(captured: Captured) -> Finding | None:
     values = captured.stack.samples.tensors().get("next_latents")
     if values is None or stored_in(values) is not None:
         return None
-    bound = float(values.abs().max())
+    largest = float(values.abs().max())
     if count := _num_at_bound(captured.stack):
         return failed(
-            f"latents after the window's steps were clamped to {bound:.4g}: {count} elements have exactly this size",
-            "leave latents as the step drew them",
+            f"latents after the window's steps were clamped to {largest:.4g}: {count} elements have exactly this size",
+            LATENTS.remedy,
             cause="latents_clamped",
             confidence="certain",
         )
-    return passed(f"latents were not clamped; the largest is {bound:.3g}")
+    return passed(f"latents were not clamped; the largest is {largest:.3g}")
 
 
 def _num_at_bound(stack: Stack) -> int:
@@ -275,11 +277,7 @@ def _num_at_bound(stack: Stack) -> int:
     values = stack.samples.tensors().get("next_latents")
     if values is None or stored_in(values) is not None:
         return 0
-    sizes = values.flatten(2).flatten(0, 1).abs()
-    at_bound = (sizes == sizes.max()).sum(1)
-    # Of numbers in float32, no two are the largest by chance; a bound is that of several steps or samples.
-    several = int((at_bound > 1).sum()) > 1 or int(at_bound.max()) > _CLAMPED
-    return int(at_bound.sum()) if several else 0
+    return int(at_bound(values.flatten(2).flatten(0, 1)).sum())
 
 
 def _shared_by_steps(legs: Legs) -> tuple[int, int] | None:

@@ -11,8 +11,9 @@ from flowcorr.instruments.doctor.findings import failed, judged, skipped
 from flowcorr.instruments.gap_words import percent
 from flowcorr.models import DTYPES
 from flowcorr.questions.compared import velocity_gaps
-from flowcorr.questions.outside import LegName, Repeated, errors_by_leg, repeat_outside, window_units
-from flowcorr.questions.question import AFTER, BEFORE, BETWEEN, Question
+from flowcorr.questions.legs import LegName, Repeated, errors_by_leg
+from flowcorr.questions.outside import repeat_outside, window_units
+from flowcorr.questions.question import OUTSIDE
 from flowcorr.questions.residual_terms import share
 from flowcorr.rollout.precision import coarse_weights
 
@@ -25,7 +26,6 @@ WORDS: Mapping[LegName, str] = {
     "between": "between its steps",
     "after": "after the window",
 }
-QUESTIONS: Mapping[LegName, Question] = {"before": BEFORE, "between": BETWEEN, "after": AFTER}
 
 
 def check_path(exam: Exam) -> Finding:
@@ -41,21 +41,21 @@ def check_path(exam: Exam) -> Finding:
     means = {
         name: float(errors.sum() / unit[rows].sum()) for name, (errors, rows) in errors_by_leg(legs).items()
     }
-    name = max(means, key=lambda name: means[name] / QUESTIONS[name].limit)
-    limit = QUESTIONS[name].limit
+    name = max(means, key=lambda name: means[name] / OUTSIDE[name].limit)
+    limit = OUTSIDE[name].limit
     if means[name] <= limit and not coarse_weights(exam.config):
         for leg in legs:
             systematic = _systematic(leg)
             if systematic is not None:
                 text, factor, largest = systematic
-                words, remedy = WORDS[leg.leg.name], QUESTIONS[leg.leg.name].remedy
+                words, remedy = WORDS[leg.leg.name], OUTSIDE[leg.leg.name].remedy
                 return failed(f"{text} {words}", remedy, value=abs(factor), limit=largest, leg=words)
     return judged(
         means[name],
         limit,
         "the steps outside the window lead where the actor's do",
         f"the steps {WORDS[name]} lead elsewhere: {means[name]:.2g} errors of the window away in the mean",
-        QUESTIONS[name].remedy,
+        OUTSIDE[name].remedy,
         leg=WORDS[name] if means[name] > limit else None,
     )
 

@@ -22,8 +22,8 @@ from flowcorr.instruments.doctor.shifts import (
 )
 from flowcorr.instruments.doctor.stack import Stack
 from flowcorr.models import ModelFamily
+from flowcorr.questions.question import SIGMAS
 
-_SAME = 2e-6  # of sigmas: float32 tables made in another order of operations
 _FITTED = 1e-3  # relative spread of a factor of the shift over the steps
 _STARTS = (0.5, 1.0, 2.0, 3.0, 6.0, 12.0)  # of the search for a shift
 _SPACINGS = {
@@ -46,19 +46,18 @@ def _compared(stack: Stack) -> Finding:
     own = torch.tensor(stack.own.sigmas, dtype=torch.float64)
     sigmas = captured.double()
     gap = float((sigmas - own).abs().max())
-    if gap > _SAME and _matches(stack, sigmas, "equal steps"):
+    if gap > SIGMAS.limit and _matches(stack, sigmas, "equal steps"):
         return passed(
             "equal steps from 1 to 1 / N, with the model's own shift; its pipeline ends them lower; sigmas differ from "
             f"the pipeline's by {gap:.2g}",
             sigma_gap=gap,
         )
-    if gap <= _SAME:
+    if gap <= SIGMAS.limit:
         return passed(f"the model's own; sigmas differ by {gap:.1g}", sigma_gap=gap)
     cause, message, numbers = _named(stack, sigmas, own)
     return failed(
         f"{message}; sigmas differ by {gap:.2g} at most: captured {_row(sigmas)}, the model's own {_row(own)}",
-        "take sigmas and timesteps from the scheduler of the model's own folder, in both stacks; keep this one "
-        "only if it is meant",
+        f"{SIGMAS.remedy}; keep this schedule only if it is meant",
         cause=cause,
         confidence="certain" if cause != "other_schedule" or "sigmas" in message else "likely",
         sigma_gap=gap,
@@ -69,7 +68,7 @@ def _compared(stack: Stack) -> Finding:
 def _named(stack: Stack, sigmas: Tensor, own: Tensor) -> tuple[str, str, dict[str, Any]]:
     """The cause, a sentence, and the numbers by which it was recognised."""
     for dtype in (torch.float16, torch.bfloat16):
-        if float((sigmas - own.to(dtype).double()).abs().max()) <= _SAME:
+        if float((sigmas - own.to(dtype).double()).abs().max()) <= SIGMAS.limit:
             name = str(dtype).removeprefix("torch.")
             return "rounded_sigmas", f"sigmas were rounded to {name}", {"dtype": name}
     for changes, cause, message in _schedulers(stack.family):
@@ -105,7 +104,7 @@ def _schedulers(family: ModelFamily) -> Iterator[tuple[dict[str, Any], str, str]
 
 def _matches(stack: Stack, sigmas: Tensor, spacing: Spacing) -> bool:
     table = schedule(stack.family, stack.places, stack.latent_shape, spacing)
-    return table is not None and float((_tensor(table.sigmas) - sigmas).abs().max()) <= _SAME
+    return table is not None and float((_tensor(table.sigmas) - sigmas).abs().max()) <= SIGMAS.limit
 
 
 def _shift_of(stack: Stack, sigmas: Tensor) -> float | None:
@@ -120,7 +119,7 @@ def _shift_of(stack: Stack, sigmas: Tensor) -> float | None:
             return torch.ones_like(sigmas) if table is None else _tensor(table.sigmas) - sigmas
 
         shift = fitted(gap, _STARTS, *SHIFTS)
-        if float(gap(shift).abs().max()) <= _SAME:
+        if float(gap(shift).abs().max()) <= SIGMAS.limit:
             return shift
     return None
 
