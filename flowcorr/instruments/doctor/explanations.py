@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from flowcorr.health.finding import Finding
+from flowcorr.instruments.doctor.candidates import Tried, clearly_best, search
 from flowcorr.instruments.doctor.findings import failed, passed, skipped, warned
-from flowcorr.instruments.doctor.fitting import fitted
 from flowcorr.instruments.doctor.hypotheses import Hypothesis, hypotheses
 from flowcorr.instruments.doctor.legs import LegName, Legs
 from flowcorr.instruments.doctor.stack import Inputs, Stack
 
-_CLEARLY = 10.0  # times, at least, that the named cause leaves less of the gap than any other
 _EXACT = 1000.0  # times that a replay comes closer, where nothing but its cause brings it there
 _CLOSER = 2.0  # times, at least, that a replay comes closer once its cause is undone
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Tried:
-    hypothesis: Hypothesis
-    score: Tensor
-    """`[n]`, the largest over the legs that differ, of the best of its inputs."""
-    value: float | None = None
-    """Of the number."""
 
 
 def examine_inputs(stack: Stack, legs: Legs, pool: Sequence[str]) -> dict[str, Finding]:
@@ -57,10 +47,11 @@ def _explained(
     """The findings where the replay differs: the cause, if undoing it and nothing else makes the replay agree."""
     captured = torch.stack([scores[leg] for leg in bad]).amax(0)
     failing = captured > 1
-    tried, full = _tried(stack, legs, pool, captured, bad)
-    by_sample = [one for one in tried if not one.hypothesis.whole and one not in full]
-    partly = [one for one in by_sample if bool(_agrees(one, captured)[failing].any())]
-    named = _closest(full)
+    tried = _tried(stack, legs, pool, captured, bad)
+    full = [one for one in tried if one.explains]
+    by_sample = [one for one in tried if not one.candidate.whole and not one.explains]
+    partly = [one for one in by_sample if bool(_agrees(one.score, captured)[failing].any())]
+    named = clearly_best(tried)
     if not full and len(partly) == 1:
         named = partly[0]
     limits = {leg: tuple(score.tolist()) for leg, score in scores.items()}
@@ -71,7 +62,7 @@ def _explained(
     if named is None:
         differs = "the replay differs, and none of the known causes explains it"
         if full:
-            messages = {one.hypothesis.cause: one.hypothesis.message for one in reversed(full)}.values()
+            messages = {one.candidate.cause: one.candidate.message for one in reversed(full)}.values()
             differs = f"the replay differs, and several causes explain it: {'; '.join(messages)}"
         if bad == ["log_probs"] and (axis := legs.reordered):
             findings["log_probs"] = failed(
@@ -92,7 +83,7 @@ def _explained(
         )
         remedy += _odd_samples(failing) + _more(stack)
         return findings | {leg: warned(f"{differs}; {evidence}", remedy, samples=limits[leg]) for leg in bad}
-    one = named.hypothesis
+    one = named.candidate
     confidence = "certain" if full else "likely"
     for leg in bad:
         findings[leg] = failed(
@@ -111,40 +102,28 @@ def _explained(
 
 def _tried(
     stack: Stack, legs: Legs, pool: Sequence[str], captured: Tensor, bad: Sequence[LegName]
-) -> tuple[list[_Tried], list[_Tried]]:
-    """All hypotheses with their scores, and those that explain the gap of all samples, the closest first."""
-    failing, tried, full = captured > 1, list[_Tried](), list[_Tried]()
-    worst = captured.argsort(descending=True).tolist()
-    every = hypotheses(stack, legs, pool)
-    for hypothesis in sorted(every, key=lambda one: one.number is not None):
-        if hypothesis.number is not None and any(
-            one.hypothesis.about == hypothesis.about != "" or _is_exact(one, captured) for one in full
-        ):
-            continue
-        one = _try(legs, hypothesis, bad, worst)
-        tried.append(one)
-        if bool(_agrees(one, captured)[failing].all()) and _holds(legs, one, bad, failing):
-            full.append(one)
-    return tried, sorted(full, key=lambda one: float(one.score.max()))
+) -> list[Tried[Inputs]]:
+    """All hypotheses, those that explain the gap of all samples first, the closest of them first."""
+    failing, worst = captured > 1, captured.argsort(descending=True).tolist()
+
+    def attempt(candidate: Hypothesis) -> Tried[Inputs]:
+        best, score, value = _best_inputs(legs, candidate, bad, worst)
+        agrees = bool(_agrees(score, captured)[failing].all())
+        return Tried(
+            candidate=best,
+            score=score,
+            left=float(score.max()),
+            explains=agrees and _holds(legs, best, score, bad, failing),
+            exact=bool((captured > _EXACT * score.clamp(min=1))[failing].all()),
+            value=value,
+        )
+
+    return search(hypotheses(stack, legs, pool), attempt)
 
 
-def _closest(full: Sequence[_Tried]) -> _Tried | None:
-    """The closest hypothesis in `full`, which begins with it, if its cause is the only one or clearly closer."""
-    if not full:
-        return None
-    others = [one for one in full if one.hypothesis.cause != full[0].hypothesis.cause]
-    near = _CLEARLY * float(full[0].score.max())
-    return full[0] if all(near <= float(one.score.max()) for one in others) else None
-
-
-def _is_exact(one: _Tried, captured: Tensor) -> bool:
-    """Whether a gap of many limits is gone, which no number does by chance."""
-    return bool((captured > _EXACT * one.score.clamp(min=1))[captured > 1].all())
-
-
-def _agrees(one: _Tried, captured: Tensor) -> Tensor:
+def _agrees(score: Tensor, captured: Tensor) -> Tensor:
     """`[n]` bool, whether the replay agrees with a hypothesis undone, and comes closer by that."""
-    return one.score <= (captured / _CLOSER).clamp(max=1)
+    return score <= (captured / _CLOSER).clamp(max=1)
 
 
 def examine_trainer(stack: Stack, log_probs: Tensor, pool: Sequence[str]) -> Finding:
@@ -161,23 +140,24 @@ def examine_trainer(stack: Stack, log_probs: Tensor, pool: Sequence[str]) -> Fin
         return passed(
             f"the trainer scores as the replay does; at most {max(limits):.2g} limits", samples=limits
         )
-    _, full = _tried(stack, legs, pool, scores, legs.known)
     # The trainer scores the window alone, where no guidance in its steps is no guidance at all.
-    full = [
-        one for one in full if not any(set(stack.steps) <= set(ran.unguided) for ran in one.hypothesis.inputs)
+    tried = [
+        one
+        for one in _tried(stack, legs, pool, scores, legs.known)
+        if not any(set(stack.steps) <= set(ran.unguided) for ran in one.candidate.inputs)
     ]
-    named = _closest(full)
+    named = clearly_best(tried)
     if named is not None:
         return failed(
-            f"the trainer computed {named.hypothesis.message}; {evidence}; with this undone by {_row(named.score)}",
+            f"the trainer computed {named.candidate.message}; {evidence}; with this undone by {_row(named.score)}",
             "give the trainer the engine's inputs: this gap is in its own log-probs, which no correction repairs",
-            cause=named.hypothesis.cause,
+            cause=named.candidate.cause,
             confidence="certain",
             side="trainer",
             samples=limits,
             fitted=named.value,
         )
-    why = "; ".join(one.hypothesis.message for one in full) or "no known cause explains it"
+    why = "; ".join(one.candidate.message for one in tried if one.explains) or "no known cause explains it"
     return skipped(
         f"cannot tell: {evidence}; {why}",
         "its weights may be newer than the captured adapter, or its precision another",
@@ -200,15 +180,15 @@ def _row(scores: Tensor) -> str:
     return ", ".join(f"{value:.2g}" for value in scores.tolist())
 
 
-def _holds(legs: Legs, one: _Tried, bad: Sequence[LegName], failing: Tensor) -> bool:
+def _holds(legs: Legs, candidate: Hypothesis, score: Tensor, bad: Sequence[LegName], failing: Tensor) -> bool:
     """Whether a hypothesis about all samples also holds for samples and legs that agree without it."""
-    if not one.hypothesis.whole:
+    if not candidate.whole:
         return True
-    if not bool((one.score <= 1).all()) and not bool(failing.all()):
+    if not bool((score <= 1).all()) and not bool(failing.all()):
         return False
     good = [leg for leg in legs.known if leg not in bad]
-    (inputs,) = one.hypothesis.inputs
-    return all(bool((score <= 1).all()) for score in legs.scores(inputs, good).values())
+    (inputs,) = candidate.inputs
+    return all(bool((gap <= 1).all()) for gap in legs.scores(inputs, good).values())
 
 
 def _odd_samples(failing: Tensor) -> str:
@@ -225,30 +205,31 @@ def _more(stack: Stack) -> str:
     return f"capture {', '.join(missing)} too" if missing else "compare both stacks step by step"
 
 
-def _try(legs: Legs, hypothesis: Hypothesis, bad: Sequence[LegName], worst: Sequence[int]) -> _Tried:
-    """The scores with a hypothesis's best inputs: the same for all samples if it is about all, else by sample.
+def _best_inputs(
+    legs: Legs, candidate: Hypothesis, bad: Sequence[LegName], worst: Sequence[int]
+) -> tuple[Hypothesis, Tensor, float | None]:
+    """A hypothesis with its best inputs, their scores, and the number in them.
 
-    A hypothesis about all samples is tried on the `worst` one first, and a number is looked for with the worst two:
-    most are wrong, and each try costs a replay.
+    The inputs are the same for all samples if it is about all, else the best by sample. A hypothesis about all samples
+    is tried on the `worst` one first, and a number is looked for with the worst two: most are wrong, and each try costs
+    a replay.
     """
-    if not hypothesis.whole:
-        found = [_score(legs, inputs, bad) for inputs in hypothesis.inputs]
-        return _Tried(hypothesis=hypothesis, score=torch.stack(found).amin(0))
-    number, value = hypothesis.number, None
-    if number is not None:
+    if not candidate.whole:
+        scores = torch.stack([_score(legs, inputs, bad) for inputs in candidate.inputs])
+        return candidate, scores.amin(0), None
+    value = None
+    if candidate.number is not None:
         few = legs.of_samples(worst[:2])
-        value = fitted(
-            lambda other: few.residuals(number.inputs(other), bad), number.starts, number.low, number.high
-        )
-        message = hypothesis.message.format(value=value)
-        hypothesis = replace(hypothesis, inputs=(number.inputs(value),), message=message)
+        value = candidate.number.fitted(lambda inputs: few.residuals(inputs, bad))
+        message = candidate.message.format(value=value)
+        candidate = replace(candidate, inputs=(candidate.number.inputs(value),), message=message)
     first = legs.of_samples(worst[:1])
-    near = {inputs: _score(first, inputs, bad) for inputs in hypothesis.inputs}
+    near = {inputs: _score(first, inputs, bad) for inputs in candidate.inputs}
     best = min(near, key=lambda inputs: float(near[inputs]))
-    hypothesis = replace(hypothesis, inputs=(best,))
+    candidate = replace(candidate, inputs=(best,))
     if float(near[best]) > 1:
-        return _Tried(hypothesis=hypothesis, score=near[best].expand(legs.num_samples))
-    return _Tried(hypothesis=hypothesis, score=_score(legs, best, bad), value=value)
+        return candidate, near[best].expand(legs.num_samples), value
+    return candidate, _score(legs, best, bad), value
 
 
 def _score(legs: Legs, inputs: Inputs, bad: Sequence[LegName]) -> Tensor:

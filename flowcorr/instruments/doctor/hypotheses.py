@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
 
 from flowcorr import sde
 from flowcorr.dumps.replay import SDE_TYPES
+from flowcorr.instruments.doctor.candidates import Candidate, Number
 from flowcorr.instruments.doctor.legs import Legs
 from flowcorr.instruments.doctor.shifts import SHIFTS, own_shift, with_shift
 from flowcorr.instruments.doctor.stack import REFERENCES, Inputs, Stack
@@ -26,45 +27,7 @@ _MAX_TARGETS = 12
 _NEARLY_ONE = 1 - 2.0**-8  # as `sde.transition` has it, where steps are not tiny
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Number:
-    """A number of the inputs that may be another, and is found as the one with which the replay agrees.
-
-    Attributes:
-        inputs: the other inputs, of a number.
-        starts: numbers to begin with.
-        low, high: the range in which it means something.
-    """
-
-    inputs: Callable[[float], Inputs]
-    starts: tuple[float, ...]
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hypothesis:
-    """Other inputs, with which the samples may have been made.
-
-    Attributes:
-        check: that fails then.
-        cause: its name.
-        message: with what a side would have computed, in words; `{value:.4g}` stands for a number.
-        remedy: what to do then.
-        inputs: the other inputs; of several, each sample may have one of its own.
-        whole: whether all samples would have been made so.
-        about: the input that differs. A number is looked for only where no other hypothesis about it holds.
-        number: the number that differs, in place of `inputs`.
-    """
-
-    check: str
-    cause: str
-    message: str
-    remedy: str
-    inputs: tuple[Inputs, ...] = ()
-    whole: bool = True
-    about: str = ""
-    number: Number | None = None
+Hypothesis = Candidate[Inputs]
 
 
 def hypotheses(stack: Stack, legs: Legs, pool: Sequence[str]) -> Iterator[Hypothesis]:
@@ -94,7 +57,7 @@ def _other_texts(stack: Stack, pool: Sequence[str]) -> list[str]:
 
 def _about_prompts(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
     inputs = stack.captured
-    yield Hypothesis(
+    yield Candidate(
         check="embeddings",
         cause="wrong_prompt",
         message="with the prompts of other samples",
@@ -105,7 +68,7 @@ def _about_prompts(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
         ),
         whole=False,
     )
-    yield Hypothesis(
+    yield Candidate(
         check="embeddings",
         cause="wrong_prompt",
         message="with the pooled embeddings of other samples",
@@ -117,7 +80,7 @@ def _about_prompts(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
         whole=False,
     )
     for name in REFERENCES if stack.samples.references is not None else ():
-        yield Hypothesis(
+        yield Candidate(
             check="embeddings",
             cause="references",
             message=f"with the reference images {name}",
@@ -125,14 +88,14 @@ def _about_prompts(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
             inputs=(replace(inputs, references=name),),
         )
     lengths = [length for length in _LENGTHS if length != inputs.max_sequence_length]
-    yield Hypothesis(
+    yield Candidate(
         check="embeddings",
         cause="sequence_length",
         message="with prompts padded or cut to another number of tokens",
         remedy="give both stacks one max_sequence_length, and capture it",
         inputs=tuple(replace(inputs, max_sequence_length=length) for length in lengths),
     )
-    yield Hypothesis(
+    yield Candidate(
         check="embeddings",
         cause="sequence_length",
         message="with the embeddings of all text encoders together cut to max_sequence_length tokens",
@@ -146,7 +109,7 @@ def _about_guidance(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
     to_engine = "hand guidance and the negative prompt's embeddings to the engine"
     distilled = stack.family.distills_guidance
     if asked != 1:
-        yield Hypothesis(
+        yield Candidate(
             check="guidance",
             cause="guidance_off",
             message=f"without guidance, where {asked:g} was captured",
@@ -155,7 +118,7 @@ def _about_guidance(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
             about="guidance_scale",
         )
     if asked != 1 or distilled:
-        yield Hypothesis(
+        yield Candidate(
             check="guidance",
             cause="guidance_scale",
             message=f"with guidance {{value:.4g}}, where {asked:g} was captured",
@@ -173,14 +136,14 @@ def _about_guidance(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
     total = len(inputs.timesteps)
     for count in range(1, min(_UNGUIDED_STEPS, total - 1) + 1):
         for where, places in (("first", range(count)), ("last", range(total - count, total))):
-            yield Hypothesis(
+            yield Candidate(
                 check="guidance",
                 cause="guidance_steps",
                 message=f"without guidance in the {where} {count} steps",
                 remedy="guide all steps, or replay in training as the engine samples",
                 inputs=(replace(inputs, unguided=tuple(places)),),
             )
-    yield Hypothesis(
+    yield Candidate(
         check="guidance",
         cause="guidance_swapped",
         message="with the two halves of guidance exchanged, away from the prompt",
@@ -188,7 +151,7 @@ def _about_guidance(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
         "negative prompt, plus the scale times what the prompt adds",
         inputs=(replace(inputs, swapped=True),),
     )
-    yield Hypothesis(
+    yield Candidate(
         check="guidance",
         cause="guidance_rescaled",
         message="with guidance_rescale {value:.4g}: the guided velocity rescaled to the std under the prompt alone",
@@ -210,7 +173,7 @@ def _about_guidance(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
         },
     }
     for name, other in others.items():
-        yield Hypothesis(
+        yield Candidate(
             check="guidance",
             cause="negative_prompt",
             message=f"with {name}",
@@ -233,7 +196,7 @@ def _about_adapter(stack: Stack) -> Iterator[Hypothesis]:
         ),
         ("adapter_scale", 2.0, "with the adapter applied twice", scale),
     ):
-        yield Hypothesis(
+        yield Candidate(
             check="lora",
             cause=cause,
             message=message,
@@ -243,7 +206,7 @@ def _about_adapter(stack: Stack) -> Iterator[Hypothesis]:
         )
     targets = stack.adapter_targets
     for target in targets[:_MAX_TARGETS] if len(targets) > 1 else ():
-        yield Hypothesis(
+        yield Candidate(
             check="lora",
             cause="adapter_partial",
             message=f"without the adapter in the layers {target}",
@@ -252,7 +215,7 @@ def _about_adapter(stack: Stack) -> Iterator[Hypothesis]:
         )
     alpha = stack.samples.adapter_alpha
     assert alpha is not None, "`ReplaySamples` has checked it"
-    yield Hypothesis(
+    yield Candidate(
         check="lora",
         cause="adapter_scale",
         message=f"with {{value:.4g}} times the strength of the adapter that adapter_alpha={alpha:g} gives",
@@ -267,7 +230,7 @@ def _about_adapter(stack: Stack) -> Iterator[Hypothesis]:
 def _about_steps(stack: Stack, legs: Legs) -> Iterator[Hypothesis]:
     """The initial noise, and the transition of the window's steps, which moves no leg outside it."""
     inputs = stack.captured
-    yield Hypothesis(
+    yield Candidate(
         check="before",
         cause="initial_noise_scale",
         message="from {value:.4g} times the captured initial noise",
@@ -286,7 +249,7 @@ def _about_steps(stack: Stack, legs: Legs) -> Iterator[Hypothesis]:
     for kind in SDE_TYPES:
         to_zero = kind == "cps" and (level > 1 or not sigmas[stack.steps[-1] + 1] > 0)
         if not to_zero:
-            yield Hypothesis(
+            yield Candidate(
                 check="transition",
                 cause="sde_type",
                 message=f"with sde_type {kind}, where {inputs.sde_type} was captured",
@@ -295,7 +258,7 @@ def _about_steps(stack: Stack, legs: Legs) -> Iterator[Hypothesis]:
             )
     highest = min(_LEVELS * level, 1.0) if inputs.sde_type == "cps" else _LEVELS * level
     told = legs.convention is not None or stack.samples.log_probs is not None
-    yield Hypothesis(
+    yield Candidate(
         check="transition",
         cause="noise_level",
         message=f"with noise level {{value:.4g}}, where {level:g} was captured"
@@ -309,7 +272,7 @@ def _about_steps(stack: Stack, legs: Legs) -> Iterator[Hypothesis]:
         ),
     )
     if inputs.sde_type == "sde" and stack.steps[0] == 0 and sigmas[0] > _NEARLY_ONE:
-        yield Hypothesis(
+        yield Candidate(
             check="transition",
             cause="sigma_max",
             message="with 1 - {value:.4g} in place of the first sigma, 1, where the replay takes the second "
@@ -332,14 +295,14 @@ def _about_schedule(stack: Stack) -> Iterator[Hypothesis]:
             tuple(torch.tensor(values).to(dtype).tolist()) for values in (inputs.sigmas, inputs.timesteps)
         )
         if all(left > right for left, right in itertools.pairwise(sigmas)):
-            yield Hypothesis(
+            yield Candidate(
                 check="schedule",
                 cause="rounded_sigmas",
                 message=f"with sigmas rounded to {name}",
                 remedy="keep the table of sigmas in float32, and read it by step index",
                 inputs=(replace(inputs, sigmas=sigmas),),
             )
-        yield Hypothesis(
+        yield Candidate(
             check="schedule",
             cause="rounded_timesteps",
             message=f"with timesteps rounded to {name}",
@@ -347,7 +310,7 @@ def _about_schedule(stack: Stack) -> Iterator[Hypothesis]:
             inputs=(replace(inputs, timesteps=timesteps),),
         )
     if stack.own is not None:
-        yield Hypothesis(
+        yield Candidate(
             check="schedule",
             cause="timesteps",
             message="with the timesteps of the model's own schedule, not the captured ones",
@@ -362,7 +325,7 @@ def _about_schedule(stack: Stack) -> Iterator[Hypothesis]:
         "of the next step": (*times[1:], 0.0),
         "of the step before": (*times[:1], *times[:-1]),
     }.items():
-        yield Hypothesis(
+        yield Candidate(
             check="schedule",
             cause="timesteps",
             message=f"with timesteps {name}",
@@ -379,7 +342,7 @@ def _about_schedule(stack: Stack) -> Iterator[Hypothesis]:
             return inputs
         return replace(inputs, sigmas=found.sigmas, timesteps=found.timesteps)
 
-    yield Hypothesis(
+    yield Candidate(
         check="schedule",
         cause="wrong_shift",
         message="with a schedule of shift {value:.4g}, where another was captured: the model's own is "

@@ -1,11 +1,11 @@
-"""Mistakes with inputs are compared with each other, so that the one that explains the gap is named."""
+"""Candidates of inputs are compared with each other, so that the one that explains the gap is named."""
 
 import pytest
 import torch
 from instruments.doctor.faults import separate
 
 from flowcorr.instruments.doctor.exam import Exam
-from flowcorr.instruments.doctor.other_inputs import explanation, mistakes, named, without
+from flowcorr.instruments.doctor.other_inputs import candidates, explanation, named, without
 from flowcorr.instruments.doctor.trials import run_trials
 from tests.planted.mistakes import rolled
 from tests.planted.plants import conditioned, seeing
@@ -33,7 +33,7 @@ def test_no_gap_is_not_explained(small_run):
 
 def test_inputs_of_all_samples_are_told_as_those_of_all(small_run):
     found = explanation(exam_of(small_run(), conditioned(rolled, told=False)))
-    assert found.mistake.numbers == {"fits": "others"}
+    assert found.candidate.numbers == {"fits": "others"}
     assert list(found.samples) == [0, 1, 2, 3]
     assert found.evidence.share == pytest.approx(1, abs=1e-3)
     assert "alone" not in found.text
@@ -42,7 +42,7 @@ def test_inputs_of_all_samples_are_told_as_those_of_all(small_run):
 def test_negative_prompts_are_tried_where_the_gap_is_too_large(small_run):
     run = small_run(sampling={"guidance_scale": 4.0})
     tried = [
-        {mistake.check for mistake in mistakes(exam, exam.trials.base.select(torch.tensor([0, 2])))}
+        {row.check for row in candidates(exam, exam.trials.base.select(torch.tensor([0, 2])))}
         for exam in (exam_of(run), exam_of(run, seeing(lambda velocity, *rest: 1.1 * velocity(*rest))))
     ]
     assert tried == [{"embeddings"}, {"embeddings", "guidance"}]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from flowcorr.health.finding import Finding
+from flowcorr.instruments.doctor.candidates import Candidate, best
 from flowcorr.instruments.doctor.checks.prompts import REMEDIES, explained, lies_with
 from flowcorr.instruments.doctor.exam import EXPLAINED, FACTOR_ERRORS, Exam
 from flowcorr.instruments.doctor.findings import failed, passed
+from flowcorr.instruments.doctor.other_inputs import Means, explaining
 from flowcorr.instruments.doctor.trials import NEGATIVE, Fit, score_means
 from flowcorr.rollout.precision import NO_GAP, coarse_weights
 from flowcorr.sde.transition import over_elements
@@ -44,17 +47,21 @@ def check_guidance(exam: Exam) -> Finding:
 
 def _distilled(exam: Exam, key: str, configured: float) -> Finding:
     """Try the usual scales: guidance is an input of the transformer."""
-    trial = exam.trials.base
-    scales = [scale for scale in USUAL_SCALES if scale != configured]
-    fitted, means = min(
-        ((scale, _guided(exam, key, scale)) for scale in scales),
-        key=lambda guided: float(trial.squared_distance(guided[1]).mean()),
-    )
-    evidence = exam.evidence(trial, trial.fit(means))
-    if evidence is None:
+    rows: list[Candidate[Means]] = [
+        Candidate(
+            check="guidance",
+            message=f"{key}={scale:.3g} instead of {configured:g}",
+            numbers={"value": scale},
+            inputs=(partial(_guided, exam, key, scale),),
+        )
+        for scale in USUAL_SCALES
+        if scale != configured
+    ]
+    fitting = best(explaining(exam, exam.trials.base, rows))
+    if fitting is None or fitting.evidence is None:
         return passed(f"no usual {key} fits the steps better than {configured:g}")
-    message = f"the steps fit {key}={fitted:.3g} instead of {configured:g}, {evidence.text}"
-    return failed(message, DISTILLED.format(key=key), value=fitted, limit=configured)
+    message = f"the steps fit {fitting.candidate.message}, {fitting.evidence.text}"
+    return failed(message, DISTILLED.format(key=key), limit=configured, **fitting.candidate.numbers)
 
 
 def _linear(exam: Exam, key: str, configured: float) -> Finding:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from flowcorr.dumps.replay import ReplaySamples
 from flowcorr.health.finding import Finding
+from flowcorr.instruments.doctor.candidates import fitted
 from flowcorr.instruments.doctor.captured import Captured
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import failed, judged, passed, skipped, warned
-from flowcorr.instruments.doctor.fitting import fitted
 from flowcorr.models import DTYPES, ModelFamily
 from flowcorr.questions.images import image_gaps
 from flowcorr.questions.question import IMAGES_REMEDY

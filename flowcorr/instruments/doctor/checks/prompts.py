@@ -44,7 +44,7 @@ def check_embeddings(exam: Exam) -> Finding:
 def explained(exam: Exam, check: str) -> Finding | None:
     """A failure if other inputs explain the gap, and this check is the one that asks about them."""
     reason = explanation(exam)
-    if reason is None or reason.mistake.check != check:
+    if reason is None or reason.candidate.check != check:
         return None
     some = len(reason.samples) < reason.num_samples
     return failed(
@@ -53,7 +53,7 @@ def explained(exam: Exam, check: str) -> Finding | None:
         value=reason.evidence.value,
         limit=reason.evidence.threshold,
         samples=list(reason.samples) if some else None,
-        **reason.mistake.numbers,
+        **reason.candidate.numbers,
     )
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from flowcorr.health.finding import Finding
+from flowcorr.instruments.doctor.candidates import fitted
 from flowcorr.instruments.doctor.captured import Captured
 from flowcorr.instruments.doctor.findings import failed, passed, skipped
-from flowcorr.instruments.doctor.fitting import fitted
 from flowcorr.instruments.doctor.shifts import (
     SHIFTS,
     Spacing,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from flowcorr.health.finding import Finding
+from flowcorr.instruments.doctor.candidates import Candidate, best
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import failed, passed, warned
-from flowcorr.instruments.doctor.trials import score_means
+from flowcorr.instruments.doctor.other_inputs import Means, explaining
+from flowcorr.instruments.doctor.trials import Trial, score_means
 from flowcorr.models import DTYPES
 from flowcorr.rollout.precision import NO_GAP
 
@@ -58,22 +61,23 @@ def _unreturned(exam: Exam, returned: Tensor) -> Finding | None:
         return None
     rounded = {name: table[exam.trials.base.places] for name, table in _rounded(exam).items()}
     changed = {**rounded, **{name: change(returned) for name, change in MISTAKES.items()}}
-    fits = []
-    for name, timesteps in changed.items():
-        if same(timesteps, returned):
-            continue
-        window = replace(trial.rollout.window, timesteps=timesteps)
-        fit = trial.fit(score_means(exam.actor, replace(trial.rollout, window=window)))
-        if (evidence := exam.evidence(trial, fit)) is not None:
-            fits.append((fit.share, name, evidence))
-    if not fits:
+    tables = {name: timesteps for name, timesteps in changed.items() if not same(timesteps, returned)}
+    tried = explaining(exam, trial, [_fed(exam, trial, *table) for table in tables.items()])
+    first = best(tried)
+    if first is None or first.evidence is None:
         return None
-    best, _, evidence = max(fits, key=lambda entry: entry[0])
-    names = [name for share, name, _ in fits if share > best - SAME_SHARE]
+    evidence = first.evidence
+    names = [one.candidate.message for one in tried if one.explains and one.left < first.left + SAME_SHARE]
     message = f"the steps fit timesteps {' or '.join(names)}, {evidence.text}; it returns different ones"
     warns = rounded.keys() & names and exam.config.rollout.dtype != "float32"
     report = warned if warns else failed
     return report(message, FEED, value=evidence.value, limit=evidence.threshold, fits=names)
+
+
+def _fed(exam: Exam, trial: Trial, name: str, timesteps: Tensor) -> Candidate[Means]:
+    window = replace(trial.rollout.window, timesteps=timesteps)
+    means = partial(score_means, exam.actor, replace(trial.rollout, window=window))
+    return Candidate(check="timesteps", message=name, inputs=(means,))
 
 
 def _exact(exam: Exam) -> Tensor:

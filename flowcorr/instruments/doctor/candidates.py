@@ -1,0 +1,170 @@
+"""Other inputs with which samples may have been made, and the search for those that explain a gap.
+
+A candidate is a row: the check that fails, the cause, how to build the other inputs, and the words. The rows for
+captured samples are in `hypotheses`, those for an engine at hand in `other_inputs`. Both searches are this one: they
+differ in the inputs, and in how a gap is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from flowcorr.instruments.doctor.exam import Evidence
+
+Other = TypeVar("Other")
+"""Inputs that are not those of the training stack."""
+_CLEARLY = 10.0  # times that the named cause leaves less of the gap than another, and a fitted number than a plain one
+_TRIES = 10
+_STEP = 0.01  # share of a start, for the first derivative
+_SETTLED = 1e-7  # relative: closer numbers are one in float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Number(Generic[Other]):
+    """A number of the inputs that may be another, and is found as the one that leaves the least of the gap.
+
+    Attributes:
+        inputs: the other inputs, of a number.
+        starts: numbers to begin with.
+        low, high: the range in which it means something.
+    """
+
+    inputs: Callable[[float], Other]
+    starts: tuple[float, ...]
+    low: float
+    high: float
+
+    def fitted(self, residuals: Callable[[Other], Tensor]) -> float:
+        """The number with the smallest sum of squared residuals near the best start."""
+        return fitted(lambda value: residuals(self.inputs(value)), self.starts, self.low, self.high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate(Generic[Other]):
+    """Other inputs, with which the samples may have been made.
+
+    Attributes:
+        check: that fails then.
+        message: with what a side would have computed, in words; `{value:.4g}` stands for a number.
+        cause: its name; empty where that is the check.
+        remedy: what to do then; empty where that is the check's.
+        numbers: the same as data.
+        inputs: the other inputs; of several, each sample may have one of its own unless the candidate is `whole`.
+        whole: whether all samples would have been made with the same of them.
+        fitted: whether the inputs were fitted to the gap.
+        about: the input that differs. A number is looked for only where no other candidate about it explains the gap.
+        number: the number that differs, in place of `inputs`.
+    """
+
+    check: str
+    message: str
+    cause: str = ""
+    remedy: str = ""
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    inputs: tuple[Other, ...] = ()
+    whole: bool = True
+    fitted: bool = False
+    about: str = ""
+    number: Number[Other] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tried(Generic[Other]):
+    """The gap that a candidate leaves.
+
+    Attributes:
+        candidate: with its best inputs, if it is `whole`.
+        score: `[n]`, the gap of each sample that is left, in the unit of the search.
+        left: of all samples, the smaller the better.
+        explains: whether the gap disappears.
+        exact: whether it disappears so far that no number does by chance.
+        value: the number that was fitted.
+        evidence: why the candidate is accepted, where that is more than a smaller gap.
+    """
+
+    candidate: Candidate[Other]
+    score: Tensor
+    left: float
+    explains: bool
+    exact: bool = False
+    value: float | None = None
+    evidence: Evidence | None = None
+
+    @property
+    def _rank(self) -> tuple[bool, float]:
+        """Explaining ones first; a fitted number fits some of any gap."""
+        fitted = self.candidate.fitted or self.value is not None
+        return not self.explains, self.left * (_CLEARLY if fitted else 1.0)
+
+
+def search(
+    candidates: Iterable[Candidate[Other]], attempt: Callable[[Candidate[Other]], Tried[Other]]
+) -> list[Tried[Other]]:
+    """All candidates that were tried, the best first.
+
+    A number takes many tries. It is looked for last, and not where an exact candidate explains the gap already, or one
+    about the same input.
+    """
+    tried: list[Tried[Other]] = []
+    for candidate in sorted(candidates, key=lambda one: one.number is not None):
+        explaining = (one for one in tried if one.explains)
+        if candidate.number is not None and any(
+            one.exact or one.candidate.about == candidate.about != "" for one in explaining
+        ):
+            continue
+        tried.append(attempt(candidate))
+    return sorted(tried, key=lambda one: one._rank)
+
+
+def best(tried: Sequence[Tried[Other]]) -> Tried[Other] | None:
+    """The best of the sorted candidates, if it explains the gap."""
+    return tried[0] if tried and tried[0].explains else None
+
+
+def clearly_best(tried: Sequence[Tried[Other]]) -> Tried[Other] | None:
+    """The best one, if no candidate of another cause explains the gap nearly as well."""
+    first = best(tried)
+    if first is None:
+        return None
+    others = (one for one in tried if one.explains and one.candidate.cause != first.candidate.cause)
+    return first if all(_CLEARLY * first.left <= one.left for one in others) else None
+
+
+def fitted(residuals: Callable[[float], Tensor], starts: Sequence[float], low: float, high: float) -> float:
+    """The number in `[low, high]` with the smallest sum of squared residuals near the best of `starts`.
+
+    Args:
+        residuals: of a number, float64 of any shape.
+        starts: numbers in the range, the first tries.
+        low, high: the range.
+    """
+    tried = {start: residuals(start).flatten() for start in starts}
+    best = min(tried, key=lambda value: _size(tried[value]))
+    now, of_now = best, tried[best]
+    step = _STEP * max(abs(now), _STEP)
+    before = now + step if now + step <= high else now - step
+    of_before = residuals(before).flatten()
+    for _ in range(_TRIES):
+        slope = (of_now - of_before) / (now - before)
+        curvature = float(slope @ slope)
+        if not curvature > 0:
+            break
+        following = min(max(now - float(slope @ of_now) / curvature, low), high)
+        if abs(following - now) <= _SETTLED * abs(now):
+            break
+        of_following = residuals(following).flatten()
+        if _size(of_following) > _size(of_now):  # too far: halfway back
+            following = (now + following) / 2
+            of_following = residuals(following).flatten()
+        before, of_before, now, of_now = now, of_now, following, of_following
+        if _size(of_now) < _size(tried[best]):
+            best, tried[best] = now, of_now
+    return best
+
+
+def _size(values: Tensor) -> float:
+    return float(values.square().mean())
