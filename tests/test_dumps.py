@@ -124,6 +124,15 @@ def test_without_old_log_probs_they_are_the_rollouts(tmp_path):
     assert torch.equal(found.old_log_probs, found.rollout_log_probs)
 
 
+def test_a_kl_in_bypass_mode_is_that_of_the_current_policy(tmp_path):
+    given = {"rollout_log_probs": WINDOW, "advantages": ROWS, "old_rollout_kl": torch.ones_like(WINDOW)}
+    found = dumps.load(flowcorr.dump(tmp_path, 0, **given, current_log_probs=WINDOW))
+    assert found.old_rollout_kl is None
+    assert torch.equal(found.current_rollout_kl, torch.ones(2, 2))
+    with pytest.raises(BatchError, match="old_rollout_kl"):
+        flowcorr.dump(tmp_path / "alone", 0, **given)
+
+
 def test_what_is_missing_is_told_with_what_it_gives():
     known = DumpedTerms(rollout_log_probs=WINDOW, old_log_probs=WINDOW, advantages=ROWS, rewards=ROWS)
     missing = dumps.missing(known, LoggedLoss(clip_ratio=1e-3))

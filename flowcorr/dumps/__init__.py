@@ -146,7 +146,8 @@ class StepFields(TypedDict, total=False):
         step_indices: `[B, T]` or `[T]`, places of the steps in the schedule.
         sigmas: `[B, T]` or `[T]`, noise levels before the steps.
         stds: `[B, T]` or `[T]`, full standard deviations of the steps.
-        old_rollout_kl: `[B, T]`, exact KL of the old policy from the rollout policy, nats per latent element.
+        old_rollout_kl: `[B, T]`, exact KL of the old policy from the rollout policy, nats per latent element; in bypass
+            mode, where both are one, that of the policy of `current_log_probs`.
         drift_squares, gradient_squares: `[B, T]`, see `flowcorr.algorithm.drift_squares`.
         policy_versions: `[B]` whole numbers, the version of the weights that sampled, such as their update's number.
         version: the version of the trainer's weights before the step's first update.
@@ -254,6 +255,13 @@ def described(step: int, **given: Unpack[StepFields]) -> tuple[DumpedTerms, Logg
         name: _fitted(name, _numbers(name, value), rollout.shape) for name, value in known.items()
     }
     bypass = "old_log_probs" not in tensors
+    if bypass and "old_rollout_kl" in tensors:
+        if "current_log_probs" not in tensors:
+            raise BatchError(
+                "old_rollout_kl was given without old_log_probs, whose policy is then that of the rollout, from which "
+                "it has no KL; give old_log_probs too, or current_log_probs with the KL of their policy"
+            )
+        tensors["current_rollout_kl"] = tensors.pop("old_rollout_kl")
     terms = DumpedTerms(bypass=bypass, **{"old_log_probs": rollout, **tensors}, **numbers)
     problem = checks.problem_of_metadata(_metadata(step, terms, loss))
     problem = problem or checks.problem_of_values(terms.tensors(), terms.version)

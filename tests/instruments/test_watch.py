@@ -204,6 +204,21 @@ def test_a_rule_with_patience_waits(tmp_path):
     assert [("flat_groups" in found) for found in rules] == [False, False, True, False]
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_kl_of_a_bypass_loop_is_that_of_the_policy_that_its_loss_scores(wrong):
+    """Of the means of other steps, it is far from what the log-probs say."""
+    watch, told = Watch(), []
+    for step in range(3):
+        terms = terms_of(bypass=True)
+        gap = terms.current_log_probs - terms.rollout_log_probs
+        kl = torch.full_like(gap, 5.0 if wrong else float(gap.square().mean() * D / 2))
+        fields = given(terms, bypass=True) | {"old_rollout_kl": kl, "before_update": torch.ones_like(gap)}
+        metrics, findings = watch(step, **fields)
+        told += [finding.cause for finding in findings]
+    assert metrics["rollout_corr/exact_kl"] == pytest.approx(float(kl.mean()))
+    assert ("bookkeeping" in told) == wrong
+
+
 def test_what_was_learned_is_left_out():
     terms = terms_of(bypass=True)
     late = torch.arange(24)[:, None].expand(24, 2) % 2 == 1
