@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from flowcorr.questions.question import ERRORS
@@ -34,6 +35,21 @@ def ranges(count: int | None, gap: float = 0.0) -> dict[Moment, tuple[float, flo
         "std": (1 - error / math.sqrt(2) - gap, 1 + error / math.sqrt(2) + gap),
         "tails": (-tails, tails * skew + _TAILS_OF_GAP * square * square),
     }
+
+
+def beyond(values: Mapping[Moment, float], count: int | None, gap: float = 0.0) -> dict[Moment, float]:
+    """How far each moment is from that of standard normal noise, as a share of its range: above 1, chance is not why.
+
+    Args:
+        values: the moments.
+        count, gap: see `ranges`.
+    """
+    shares: dict[Moment, float] = {}
+    for moment, (low, high) in ranges(count, gap).items():
+        middle = 1.0 if moment == "std" else 0.0
+        value = values[moment]
+        shares[moment] = (value - middle) / ((high if value > middle else low) - middle)
+    return shares
 
 
 def largest_kl(distance: Number, count: Number, rounding: Number) -> Number:

@@ -5,7 +5,7 @@
 
 The loop captures its samples with `flowcorr.ReplaySamples` and dumps its steps with `flowcorr.dump`, beside the
 log-probs of a trainer without a fault. `DRAWN` were written down before the doctor was made to name any of them;
-`NUMBERS` are the settings that a loop can have wrong.
+`NUMBERS` are the settings that a loop can have wrong, `OTHERS` bugs of other projects.
 """
 
 from __future__ import annotations
@@ -183,6 +183,23 @@ def _jpeg(size: float) -> Plants:
         return torch.stack(found).permute(0, 3, 1, 2).float() / 255
 
     return {"images": plant}
+
+
+def _noise_outside(places: Sequence[int]) -> Callable[[Loop, Tensor], Tensor]:
+    def plant(loop: Loop, latents: Tensor) -> Tensor:
+        if loop.index not in places:
+            return latents
+        mean, std = loop.step(*loop.latest)
+        return mean + std * loop.normal(*mean.shape)
+
+    return plant
+
+
+def _timesteps_of_fewer_steps(loop: Loop, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    loop.pipeline.scheduler.set_timesteps(loop.num_steps - 1)
+    fewer = loop.pipeline.scheduler.timesteps
+    loop.pipeline.scheduler.set_timesteps(loop.num_steps)
+    return tables[0], torch.cat([fewer, fewer[-1:] / 2])
 
 
 def _autocast(loop: Loop, pipeline: Any) -> Any:
@@ -462,6 +479,26 @@ NUMBERS: Sequence[Fault] = (
 )
 """Settings that a loop can have wrong."""
 
+OTHERS: Sequence[Fault] = (
+    Fault(
+        name="noise_outside",
+        stands_for="a step before the window and one after it have noise, as its own",
+        fields=("initial_noise", "final_latents"),
+        plant=_always(outside=_noise_outside((0, 4))),
+        window="middle",
+        options={"num_steps": 6},
+    ),
+    Fault(
+        name="timesteps_of_fewer_steps",
+        stands_for="the timesteps are those of a schedule of one step less than the sigmas",
+        fields=("timesteps",),
+        plant=_always(schedule=_timesteps_of_fewer_steps),
+        window="middle",
+    ),
+)
+"""Bugs that others made and mended, see `flowcorr/instruments/README.md`."""
+EVERY = (*DRAWN, *NUMBERS, *OTHERS)
+
 
 def dump_fault(fault: Fault | None, size: float, folder: Path, *, seed: int = 0) -> None:
     """Dump a step of the loop with a fault, or of a clean one."""
@@ -538,7 +575,7 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     print("| field | fault | doctor | smallest named | not named |")
     print("|---|---|---|---|---|")
-    for chosen in (*DRAWN, *NUMBERS):
+    for chosen in EVERY:
         if not arguments.names or chosen.name in arguments.names:
             sizes = dict.fromkeys((chosen.sizes[0], chosen.sizes[-1])) if arguments.ends else chosen.sizes
             print(row(chosen, list(tried(chosen, list(sizes)))), flush=True)

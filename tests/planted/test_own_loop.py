@@ -7,7 +7,7 @@ import pytest
 
 from flowcorr.instruments.audit import audit_folder
 from flowcorr.instruments.doctor import examine_dump
-from tests.planted.own_loop import DRAWN, NUMBERS, dump_fault
+from tests.planted.own_loop import DRAWN, EVERY, dump_fault
 from tests.shallow import SHALLOW
 
 NAMED = {
@@ -41,6 +41,8 @@ NAMED = {
     "guidance_late": "guidance_steps",
     "initial_noise_scaled": "initial_noise_scale",
     "latents_clamped": "latents_clamped",
+    "noise_outside": "noise_outside",
+    "timesteps_of_fewer_steps": "timesteps",
 }
 FAST = {
     "noise_level",
@@ -50,7 +52,7 @@ FAST = {
     "guidance_swapped",
     "step_noise_large",
 }
-FAULTS = {fault.name: fault for fault in (*DRAWN, *NUMBERS)}
+FAULTS = {fault.name: fault for fault in EVERY}
 
 
 def test_the_page_has_each_cause_that_is_named():
@@ -60,7 +62,7 @@ def test_the_page_has_each_cause_that_is_named():
 
 def test_twenty_faults_were_drawn_and_none_is_a_number():
     assert len(DRAWN) == 20
-    assert len(FAULTS) == len(DRAWN) + len(NUMBERS)
+    assert len(FAULTS) == len(EVERY)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from flowcorr import sde
 from flowcorr.dumps.replay import SDE_TYPES
 from flowcorr.instruments.doctor.candidates import Candidate, Number
 from flowcorr.instruments.doctor.legs import Legs
-from flowcorr.instruments.doctor.shifts import SHIFTS, own_shift, with_shift
+from flowcorr.instruments.doctor.shifts import SHIFTS, own_shift, schedule, spacing_of, with_shift
 from flowcorr.instruments.doctor.stack import REFERENCES, Inputs, Stack
 
 _MAX_PROMPTS = 12
@@ -244,6 +244,13 @@ def _about_steps(stack: Stack, legs: Legs) -> Iterator[Hypothesis]:
     )
     if "log_probs" not in legs.known:
         return
+    yield Candidate(
+        check="noise",
+        cause="noise_outside",
+        message="with noise in a step outside the window, as the window's steps have it",
+        remedy="draw noise in the steps of the window alone, or train all steps that have noise: no log-prob sees it",
+        inputs=(replace(inputs, noise_outside=True),),
+    )
     level, sigmas = inputs.noise_level, inputs.sigmas
     assert level is not None, "`known` says so"
     for kind in SDE_TYPES:
@@ -317,6 +324,7 @@ def _about_schedule(stack: Stack) -> Iterator[Hypothesis]:
             remedy="make timesteps and sigmas from one schedule",
             inputs=(replace(inputs, timesteps=stack.own.timesteps),),
         )
+    yield from _of_other_lengths(stack)
     times = inputs.timesteps
     for name, others in {
         "cut to whole numbers": tuple(float(int(time)) for time in times),
@@ -356,3 +364,38 @@ def _about_schedule(stack: Stack) -> Iterator[Hypothesis]:
             high=SHIFTS[1],
         ),
     )
+
+
+def _of_other_lengths(stack: Stack) -> Iterator[Hypothesis]:
+    """Schedules of the model with one step less or more, in place of the sigmas, of the timesteps, or of both."""
+    inputs, total = stack.captured, len(stack.captured.timesteps)
+    if stack.own is None or total != stack.places[-1]:  # longer steps, which have no such length
+        return
+    spacing = spacing_of(stack.family, inputs.sigmas, stack.latent_shape)
+    for count in (total - 1, total + 1):
+        if count < 1:
+            continue
+        table = schedule(stack.family, range(count + 1), stack.latent_shape, spacing)
+        if table is None:
+            continue
+        # As long as the captured ones, which end at 0 one step later.
+        sigmas = (*table.sigmas, *inputs.sigmas[-1:])[: total + 1]
+        timesteps = (*table.timesteps, *inputs.timesteps[-1:])[:total]
+        of_steps = f"of a schedule of {count} steps, where {total} were captured"
+        for message, cause, others in (
+            (f"with the sigmas {of_steps}", "other_schedule", replace(inputs, sigmas=sigmas)),
+            (f"with the timesteps {of_steps}", "timesteps", replace(inputs, timesteps=timesteps)),
+            (
+                f"with sigmas and timesteps {of_steps}",
+                "other_schedule",
+                replace(inputs, sigmas=sigmas, timesteps=timesteps),
+            ),
+        ):
+            yield Candidate(
+                check="schedule",
+                cause=cause,
+                message=message,
+                remedy="make one schedule, of one number of steps, for sampling and scoring, for sigmas and timesteps",
+                inputs=(others,),
+                about="schedule",
+            )

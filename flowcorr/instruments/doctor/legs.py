@@ -28,17 +28,22 @@ from flowcorr.dumps.replay import ReplaySamples
 from flowcorr.errors import FlowcorrError
 from flowcorr.instruments.doctor.stack import Inputs, Stack
 from flowcorr.instruments.stored import rounding_of, stored_in
+from flowcorr.metrics import Metrics
 from flowcorr.questions import legs as outside
-from flowcorr.questions.normal import largest_kl
+from flowcorr.questions.noise import moments
+from flowcorr.questions.normal import beyond, largest_kl
 from flowcorr.questions.question import ERRORS, OUTSIDE
 from flowcorr.rollout.precision import LARGEST_DISTANCE
 from flowcorr.sde.log_prob import HALF_LOG_TWO_PI
-from flowcorr.sde.transition import mean_over_elements
+from flowcorr.sde.transition import mean_over_elements, over_elements
 
 LegName = outside.LegName | Literal["log_probs"]
 
 _ULP = 2.0**-23  # of float32
 _ROUNDING = 8 * _ULP  # relative, of float32 latents over the steps of a leg
+_UNDOING = (
+    12  # tries of a step back, each of which is closer by the share of a step that a velocity changes in it
+)
 _BEYOND = 1e9  # limits, of values that are not finite
 _BY_SAMPLE = ("_noise", "_final", "_before", "_after", "_log_probs")
 _OF_WINDOW = ("_limits", "square", "std", "step", "noise", "distance")
@@ -359,7 +364,63 @@ class Legs:
         gap, way, end = torch.cat(moving, 2)
         way, end = (rows.norm(dim=1, keepdim=True) for rows in (way, end))
         limit = OUTSIDE[name].limit * self._usual_gap * way + 2 * self._rounding * end
-        return torch.cat([_in_limits(gap, limit), *apart], 1)
+        found = torch.cat([_in_limits(gap, limit), *apart], 1)
+        if not inputs.noise_outside or bool((found.norm(dim=1) <= 1).all()):
+            return found
+        noisy = [self._noise_outside(leg, step, inputs) for leg in own if bool((leg.first < leg.stop).any())]
+        return torch.cat([torch.stack(noisy, 1).amax(1, keepdim=True), *apart], 1)
+
+    def _noise_outside(self, leg: outside.Leg, step: outside.Step, inputs: Inputs) -> Tensor:
+        """`[n]`, how far a leg is from one with the noise of an SDE step in one of its steps, in limits of chance.
+
+        Its steps are taken from the leg's start up to the one with noise, and undone from its end down to it.
+        """
+        assert inputs.noise_level is not None, "`known` says so"
+        first, stop, rows = int(leg.first[0]), int(leg.stop[0]), torch.arange(len(self._rows))
+        befores, afters = [leg.begin], [leg.end]
+        for index in range(first, stop - 1):
+            befores.append(step(index, befores[-1], rows))
+        for index in range(stop - 1, first, -1):
+            arrived = latents = afters[-1]
+            for _ in range(_UNDOING):
+                latents = arrived + latents - step(index, latents, rows)
+            afters.append(latents)
+        found = [torch.full((len(rows),), _BEYOND, dtype=torch.float64)]
+        for index, before, after in zip(range(first, stop), befores, reversed(afters), strict=True):
+            velocity = (before - step(index, before, rows)).double()
+            sigma, following = (
+                before.new_full((len(rows),), inputs.sigmas[index + k]).double() for k in (0, 1)
+            )
+            velocity = velocity / over_elements(sigma - following, velocity)
+            try:
+                drawn = sde.transition(
+                    inputs.sde_type,
+                    before.double(),
+                    velocity,
+                    sigma,
+                    following,
+                    inputs.noise_level,
+                    sigma_max=inputs.sigma_max,
+                )
+            except FlowcorrError:  # a step that has no density
+                continue
+            noise, moved = (
+                sde.added_noise(after.double(), drawn),
+                velocity * over_elements(drawn.step, velocity),
+            )
+            distances = self._usual_gap * mean_over_elements(moved.square(), 1).sqrt() / drawn.std
+            found.append(
+                torch.tensor([_beyond(*pair) for pair in zip(noise, distances.tolist(), strict=True)])
+            )
+        return min(found, key=lambda score: float(score.max())).to(leg.end.device, torch.float64)
+
+
+def _beyond(noise: Tensor, gap: float) -> float:
+    """How far noise `[*L]` is from standard normal, as a share of what chance and a gap of means explain."""
+    if not gap <= LARGEST_DISTANCE:
+        return _BEYOND
+    values = Metrics.from_stats(moments(noise)).compute()
+    return max(beyond({name: values[name] for name in ("mean", "std", "tails")}, noise.numel(), gap).values())
 
 
 def _agreement(gap: Tensor) -> tuple[int, float]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from flowcorr.models import ModelFamily, Schedule
 from flowcorr.models.schedule import dynamic_shift, linear_schedule
+from flowcorr.questions.question import SIGMAS
 
 Spacing = Literal["pipeline", "equal steps"]
 SHIFTS = (0.1, 20.0)
@@ -51,6 +52,15 @@ def schedule(
         return linear_schedule(scheduler, places[-1], 1).begin_at(places[:-1])
     except (ValueError, ImportError):  # a spacing that the scheduler cannot make, or that needs scipy
         return None
+
+
+def spacing_of(family: ModelFamily, sigmas: Sequence[float], latent_shape: tuple[int, ...]) -> Spacing:
+    """How the scheduler spaces a schedule of these sigmas; as its pipeline does, where it makes them in no way."""
+    table = schedule(family, range(len(sigmas)), latent_shape, "equal steps")
+    if table is None or len(table.sigmas) != len(sigmas):
+        return "pipeline"
+    apart = max(abs(one - other) for one, other in zip(table.sigmas, sigmas, strict=True))
+    return "equal steps" if apart <= SIGMAS.limit else "pipeline"
 
 
 def own_shift(family: ModelFamily, latent_shape: tuple[int, ...]) -> float:

@@ -68,6 +68,7 @@ class Inputs:
         sigmas: `[N + 1]` of the schedule, as steps are taken.
         noise_level, sde_type: of the window's steps.
         sigma_max: see `flowcorr.sde.transition`.
+        noise_outside: whether one step of each leg outside the window may have noise as those of the window have.
     """
 
     prompts: tuple[str, ...]
@@ -89,11 +90,20 @@ class Inputs:
     noise_level: float | None
     sde_type: sde.SdeType
     sigma_max: float | None = None
+    noise_outside: bool = False
 
     @property
     def of_velocity(self) -> Inputs:
         """The same for all inputs that give the same velocities."""
-        return replace(self, initial_scale=1.0, sigmas=(), noise_level=None, sde_type="sde", sigma_max=None)
+        return replace(
+            self,
+            initial_scale=1.0,
+            sigmas=(),
+            noise_level=None,
+            sde_type="sde",
+            sigma_max=None,
+            noise_outside=False,
+        )
 
 
 class Stack:

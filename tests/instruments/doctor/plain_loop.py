@@ -146,7 +146,8 @@ class Loop:
             velocity = self.at("velocity", self.velocity(latents, fed, text, scale))
             sigma, following = table[index], table[index + 1]
             if index not in self.window:
-                latents = latents - (sigma - following) * velocity
+                self.latest = latents, velocity, sigma, following
+                latents = self.at("outside", latents - (sigma - following) * velocity)
                 continue
             mean, std = self.step(latents, velocity, sigma, following, **self.at("step", {}))
             befores.append(latents)

@@ -77,12 +77,17 @@ def test_a_trainer_that_scores_otherwise_is_told_from_an_engine_that_samples_oth
 
 @pytest.mark.parametrize(
     ("change", "cause"),
-    [({"embeddings_cut": True}, "sequence_length"), ({"guidance_scale": 1.0}, "guidance_off")],
+    [
+        (lambda family: {"embeddings_cut": True}, "sequence_length"),
+        (lambda family: {"guidance_scale": 1.0}, "guidance_off"),
+        (lambda family: {"sigmas": family.schedule(6, (4, 4, 8)).sigmas[:6]}, "other_schedule"),
+    ],
+    ids=["embeddings cut", "no guidance", "sigmas of one step more"],
 )
 def test_a_trainer_with_other_inputs_in_the_window_is_named(change, cause, stack_of):
     """Of no guidance, its window alone does not tell that of the first steps from that of all."""
     scored, stack = stack_of(), stack_of()
-    scored.captured = replace(scored.captured, **change)
+    scored.captured = replace(scored.captured, **change(scored.family))
     legs = Legs(scored)
     claimed = MEAN.of(legs.square, legs.std, legs.step, legs.noise[0, 0].numel())
     found = examine_trainer(stack, claimed, POOL)

@@ -3,7 +3,7 @@
 import pytest
 
 from flowcorr.config import ModelConfig
-from flowcorr.instruments.doctor.shifts import own_shift, schedule, scheduler_with, with_shift
+from flowcorr.instruments.doctor.shifts import own_shift, schedule, scheduler_with, spacing_of, with_shift
 from flowcorr.models import load_family
 from tests.shallow import SHALLOW
 
@@ -43,3 +43,10 @@ def test_the_scheduler_is_put_back(family):
 def test_a_schedule_that_cannot_be_made_is_none(family):
     with scheduler_with(family, {"use_dynamic_shifting": True}):
         assert schedule(family, PLACES, SHAPE, "equal steps") is None
+
+
+def test_equal_steps_are_told_from_those_of_the_pipeline(family):
+    equal, own = (schedule(family, PLACES, SHAPE, spacing).sigmas for spacing in ("equal steps", "pipeline"))
+    assert equal != own
+    assert [spacing_of(family, sigmas, SHAPE) for sigmas in (equal, own)] == ["equal steps", "pipeline"]
+    assert spacing_of(family, (1.0, 0.9, 0.0), SHAPE) == "pipeline"

@@ -144,6 +144,7 @@ CHECKS: Sequence[Check] = (
         causes={
             "noise_reused": "noise was drawn twice",
             "noise_scale": "noise is not standard normal",
+            "noise_outside": "a step outside the window has noise, too, which no log-prob sees",
         },
     ),
     Check(

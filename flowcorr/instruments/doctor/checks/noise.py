@@ -20,7 +20,7 @@ from flowcorr.instruments.stored import stored_in
 from flowcorr.metrics import Metrics
 from flowcorr.questions.compared import at_bound, beside_seeds, standard_errors
 from flowcorr.questions.noise import moments
-from flowcorr.questions.normal import Moment, ranges
+from flowcorr.questions.normal import Moment, beyond, ranges
 from flowcorr.questions.question import ERRORS, LATENTS, LOG_PROBS, STEP_NOISE
 from flowcorr.records import Rollout
 
@@ -83,14 +83,9 @@ def _worst_moment(values: Mapping[str, float], count: int, gap: float = 0.0) -> 
         "tails": ("fourth moment", f"is not normal: its fourth moment is off by {values['tails']:.2g}"),
     }
 
-    def errors(moment: Moment) -> float:
-        low, high = ranges(count, gap)[moment]
-        middle = 1.0 if moment == "std" else 0.0
-        bound = high if values[moment] > middle else low
-        return ERRORS * (values[moment] - middle) / (bound - middle)
-
-    worst = max(words, key=errors)
-    return errors(worst), *words[worst]
+    shares = beyond({moment: values[moment] for moment in words}, count, gap)
+    worst = max(shares, key=lambda moment: shares[moment])
+    return ERRORS * shares[worst], *words[worst]
 
 
 def check_seeds(exam: Exam) -> Finding:

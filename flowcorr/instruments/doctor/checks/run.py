@@ -49,6 +49,12 @@ def _of_replay(check: str) -> Callable[[Captured], Finding | None]:
     return lambda captured: captured.replayed.get(check)
 
 
+def _captured_noise(captured: Captured) -> Finding:
+    """That of the noise, which is at hand, before that of the replay, which infers it."""
+    finding = check_captured_noise(captured)
+    return finding if finding.level == "serious" else captured.replayed.get("noise", finding)
+
+
 def _of_question(question: Question) -> Callable[[Exam], Finding]:
     """A check that asks the question of both trials, as a training step asks it of its batch."""
 
@@ -98,7 +104,7 @@ OF_CAPTURED: Mapping[str, Callable[[Captured], Finding | None]] = {
     "log_probs": check_captured_log_probs,
     "between": _of_replay("between"),
     "after": _of_replay("after"),
-    "noise": check_captured_noise,
+    "noise": _captured_noise,
     "embeddings": _of_replay("embeddings"),
     "guidance": _of_replay("guidance"),
     "lora": _of_replay("lora"),
