@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor
 from flowcorr import sde
 from flowcorr.dumps.replay import ReplaySamples
 from flowcorr.errors import FlowcorrError
+from flowcorr.instruments.doctor.conventions import CONVENTIONS, MEAN, Convention
 from flowcorr.instruments.doctor.stack import Inputs, Stack
 from flowcorr.instruments.stored import rounding_of, stored_in
 from flowcorr.metrics import Metrics
@@ -34,7 +34,6 @@ from flowcorr.questions.noise import moments
 from flowcorr.questions.normal import beyond, largest_kl
 from flowcorr.questions.question import ERRORS, OUTSIDE
 from flowcorr.rollout.precision import LARGEST_DISTANCE
-from flowcorr.sde.log_prob import HALF_LOG_TWO_PI
 from flowcorr.sde.transition import mean_over_elements, over_elements
 
 LegName = outside.LegName | Literal["log_probs"]
@@ -47,56 +46,6 @@ _UNDOING = (
 _BEYOND = 1e9  # limits, of values that are not finite
 _BY_SAMPLE = ("_noise", "_final", "_before", "_after", "_log_probs")
 _OF_WINDOW = ("_limits", "square", "std", "step", "noise", "distance")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Convention:
-    """A way to make a log-prob of the mean square `z^2` of a step's noise and of its std `s`.
-
-    Attributes:
-        name: in words.
-        scaled: whether the square is divided by `2 s^2`.
-        normaliser: which of `- log s` and `- log(2 pi) / 2` are added.
-        summed: whether it is a sum over the latent instead of a mean.
-        times: factor of a mean, such as the number of channels, over which a sum was taken.
-        per_step: whether the std lacks the root of the step.
-    """
-
-    name: str
-    scaled: bool = True
-    normaliser: Literal["full", "std", "none"] = "full"
-    summed: bool = False
-    times: int = 1
-    per_step: bool = False
-
-    def of(self, square: Tensor, std: Tensor, step: Tensor, num_elements: int) -> Tensor:
-        """Log-probs `[n, T]`."""
-        if self.per_step:
-            square, std = square * step, std / step.sqrt()
-        value = -square / 2 if self.scaled else -square * std.square()
-        if self.normaliser != "none":
-            value = value - std.log()
-        if self.normaliser == "full":
-            value = value - HALF_LOG_TWO_PI
-        return value * self.factor(num_elements)
-
-    def factor(self, num_elements: int) -> int:
-        """Times that a mean over the elements is taken."""
-        return num_elements if self.summed else self.times
-
-
-MEAN = Convention(name="means with their normaliser")
-CONVENTIONS: tuple[Convention, ...] = (
-    MEAN,
-    Convention(name="means without - log s - log(2 pi) / 2", normaliser="none"),
-    Convention(name="means without - log(2 pi) / 2", normaliser="std"),
-    Convention(name="means without 1 / (2 s^2)", scaled=False, normaliser="none"),
-    Convention(name="sums", summed=True),
-    Convention(name="sums without - log s - log(2 pi) / 2", normaliser="none", summed=True),
-    Convention(name="sums without - log(2 pi) / 2", normaliser="std", summed=True),
-    Convention(name="sums without 1 / (2 s^2)", scaled=False, normaliser="none", summed=True),
-    Convention(name="means of a density whose std lacks the root of the step", per_step=True),
-)
 
 
 class Legs:

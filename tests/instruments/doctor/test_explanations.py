@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flowcorr.instruments.doctor.conventions import MEAN
 from flowcorr.instruments.doctor.explanations import examine_inputs, examine_trainer
-from flowcorr.instruments.doctor.legs import MEAN, Legs
+from flowcorr.instruments.doctor.legs import Legs
 
 POOL = ["cat", "dog", "sun", "bee"]
 

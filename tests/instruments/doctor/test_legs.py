@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from flowcorr import sde
-from flowcorr.instruments.doctor.legs import CONVENTIONS, MEAN, Legs
+from flowcorr.instruments.doctor.conventions import CONVENTIONS, MEAN
+from flowcorr.instruments.doctor.legs import Legs
 from flowcorr.instruments.doctor.stack import Stack
 from flowcorr.questions.question import OUTSIDE
 

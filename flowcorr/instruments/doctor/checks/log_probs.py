@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -12,24 +11,16 @@ from torch import Tensor
 from flowcorr import dumps, sde
 from flowcorr.health.finding import LEVELS, Finding
 from flowcorr.instruments.doctor.captured import Captured
+from flowcorr.instruments.doctor.conventions import CONVENTIONS, MEAN, Convention
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import failed, judged, passed
-from flowcorr.instruments.doctor.legs import MEAN, Convention
 from flowcorr.instruments.faults import diagnose
 from flowcorr.instruments.steps import gap_of
 from flowcorr.questions.compared import log_prob_errors
 from flowcorr.questions.question import ERRORS, LOG_PROBS
-from flowcorr.sde.log_prob import HALF_LOG_TWO_PI
+from flowcorr.sde.transition import mean_over_elements
 
 LOG_PROB_ROUNDING = 2e-6  # relative above 1: two float32 means of the same numbers differ by 1.2e-7
-MISTAKES = {
-    "summed": "summed over the elements instead of averaged",
-    "normaliser": "without their normaliser",
-    "normaliser, summed": "without their normaliser, and summed over the elements",
-    "unscaled": "negative squared distances without their scale",
-    "density": "densities, where sampling.cps_unscaled asks for squared distances",
-    "rounded": "rounded to bfloat16",
-}
 
 
 def check_log_probs(exam: Exam) -> Finding:
@@ -40,11 +31,9 @@ def check_log_probs(exam: Exam) -> Finding:
     )
     if gap > LOG_PROBS.limit and _fits_actor(exam):
         return passed("log-probs agree with the actor's, but not with the returned means: see bookkeeping")
-    mistake = _mistake(exam, log_probs) if gap > LOG_PROBS.limit else None
+    convention = _convention(exam, log_probs) if gap > LOG_PROBS.limit else None
     what = (
-        f"are {MISTAKES[mistake]}"
-        if mistake
-        else "do not follow from the returned latents, step means and stds"
+        f"are {convention}" if convention else "do not follow from the returned latents, step means and stds"
     )
     return judged(
         gap,
@@ -52,7 +41,7 @@ def check_log_probs(exam: Exam) -> Finding:
         "log-probs are mean-pooled, normalised and float32",
         f"log-probs {what}: off by up to {gap:.2g}",
         LOG_PROBS.remedy,
-        mistake=mistake,
+        convention=convention,
     )
 
 
@@ -75,12 +64,17 @@ def check_bookkeeping(exam: Exam) -> Finding:
     )
 
 
-def _mistake(exam: Exam, log_probs: Tensor) -> str | None:
-    """The name of the mistake that gives these log-probs; None if no usual one does."""
-    for name, formula in _formulas(exam):
-        if torch.allclose(log_probs, formula, rtol=1e-4, atol=LOG_PROBS.limit):
-            return name
-    return "rounded" if torch.equal(log_probs, log_probs.to(torch.bfloat16).float()) else None
+def _convention(exam: Exam, log_probs: Tensor) -> str | None:
+    """The name of the convention that gives these log-probs; None if no usual one does."""
+    trial = exam.trials.base
+    square = mean_over_elements(trial.engine_noise.square(), 2)
+    for convention in CONVENTIONS:
+        values = convention.of(
+            square, trial.engine_stds, trial.rollout.window.step_sizes, trial.rollout.num_elements
+        )
+        if torch.allclose(log_probs, values, rtol=1e-4, atol=LOG_PROBS.limit):
+            return convention.name
+    return "rounded to bfloat16" if torch.equal(log_probs, log_probs.to(torch.bfloat16).float()) else None
 
 
 def _fits_actor(exam: Exam) -> bool:
@@ -96,18 +90,6 @@ def _own_log_probs(exam: Exam) -> Tensor:
     window = trial.rollout.window
     step = sde.Transition(trial.engine_means, trial.engine_stds, window.step_sizes)
     return sde.log_prob(window.next_latents, step, cps_unscaled=exam.config.sampling.cps_unscaled)
-
-
-def _formulas(exam: Exam) -> Iterator[tuple[str, Tensor]]:
-    """Usual mistakes in log-probs, by their names in `MISTAKES`, and the values that they give."""
-    right, stds = _own_log_probs(exam), exam.trials.base.engine_stds
-    elements = exam.trials.base.rollout.num_elements
-    scaled = right if exam.config.sampling.cps_unscaled else right + stds.log() + HALF_LOG_TWO_PI
-    yield "summed", right * elements
-    yield "normaliser", scaled
-    yield "normaliser, summed", scaled * elements
-    yield "unscaled", scaled * 2 * stds.square()
-    yield "density", right / (2 * stds.square()) - (stds.log() + HALF_LOG_TWO_PI)
 
 
 def check_captured_log_probs(captured: Captured) -> Finding | None:

@@ -9,10 +9,10 @@ from tests.planted.mistakes import without_normaliser
 from tests.planted.plants import returning, rounded
 
 FAULTS = {
-    "summed": ({"log_probs": lambda rollout: 512 * rollout.log_probs}, "summed"),
-    "without normaliser": ({"log_probs": without_normaliser}, "normaliser"),
-    "without scale": ({"log_probs": unscaled}, "unscaled"),
-    "rounded to bfloat16": ({"log_probs": lambda rollout: rounded(rollout.log_probs)}, "rounded"),
+    "summed": ({"log_probs": lambda rollout: 512 * rollout.log_probs}, "sums"),
+    "without normaliser": ({"log_probs": without_normaliser}, "means without - log s - log(2 pi) / 2"),
+    "without scale": ({"log_probs": unscaled}, "means without 1 / (2 s^2)"),
+    "rounded to bfloat16": ({"log_probs": lambda rollout: rounded(rollout.log_probs)}, "rounded to bfloat16"),
     "of another sample": ({"log_probs": of_another_sample}, None),
     "off by a constant": ({"log_probs": lambda rollout: rollout.log_probs + 1e-3}, None),
     "of latents that moved afterwards": ({"next_latents": nudged(1e-3)}, None),
@@ -21,9 +21,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_log_probs(recorded, fault):
-    changes, mistake = FAULTS[fault]
+    changes, convention = FAULTS[fault]
     returning(**changes)(recorded.engine)
-    assert_named(check(recorded, recorded.engine), "log_probs", mistake=mistake)
+    assert_named(check(recorded, recorded.engine), "log_probs", convention=convention)
 
 
 def test_step_means_of_another_step(recorded):
