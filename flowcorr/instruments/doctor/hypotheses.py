@@ -13,7 +13,14 @@ from flowcorr import sde
 from flowcorr.dumps.replay import SDE_TYPES
 from flowcorr.instruments.doctor.candidates import Candidate, Number
 from flowcorr.instruments.doctor.legs import Legs
-from flowcorr.instruments.doctor.shifts import SHIFTS, own_shift, schedule, spacing_of, with_shift
+from flowcorr.instruments.doctor.shifts import (
+    OTHER_TIMESTEPS,
+    SHIFTS,
+    own_shift,
+    schedule,
+    spacing_of,
+    with_shift,
+)
 from flowcorr.instruments.doctor.stack import REFERENCES, Inputs, Stack
 
 _MAX_PROMPTS = 12
@@ -327,9 +334,7 @@ def _about_schedule(stack: Stack) -> Iterator[Hypothesis]:
     yield from _of_other_lengths(stack)
     times = inputs.timesteps
     for name, others in {
-        "cut to whole numbers": tuple(float(int(time)) for time in times),
-        "rounded to whole numbers": tuple(float(round(time)) for time in times),
-        "divided by 1000": tuple(time / 1000 for time in times),
+        **{name: tuple(change(torch.tensor(times)).tolist()) for name, change in OTHER_TIMESTEPS.items()},
         "of the next step": (*times[1:], 0.0),
         "of the step before": (*times[:1], *times[:-1]),
     }.items():

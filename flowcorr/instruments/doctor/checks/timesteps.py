@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +13,7 @@ from flowcorr.instruments.doctor.candidates import Candidate, best
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import failed, passed, warned
 from flowcorr.instruments.doctor.other_inputs import Means, explaining
+from flowcorr.instruments.doctor.shifts import OTHER_TIMESTEPS
 from flowcorr.instruments.doctor.trials import Trial, score_means
 from flowcorr.models import DTYPES
 from flowcorr.rollout.precision import NO_GAP
@@ -24,12 +24,6 @@ FEED = (
 )
 FLOAT32 = 1e-6  # relative: tables made in float32 in another order of operations
 SAME_SHARE = 1e-3  # of the gap: two explanations that differ by less cannot be told apart
-MISTAKES: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "truncated to integers": torch.trunc,
-    "rounded to integers": torch.round,
-    "divided by 1000": lambda timesteps: timesteps / 1000,
-    "times 1000": lambda timesteps: timesteps * 1000,
-}
 
 
 def check_timesteps(exam: Exam) -> Finding:
@@ -39,7 +33,7 @@ def check_timesteps(exam: Exam) -> Finding:
     if same(fed, exact[rows]):
         return _unreturned(exam, fed) or passed("the model gets the schedule's timesteps")
     rounded = _rounded(exam)
-    tables = {**rounded, **{name: change(exact) for name, change in MISTAKES.items()}}
+    tables = {**rounded, **{name: change(exact) for name, change in OTHER_TIMESTEPS.items()}}
     names = [name for name, table in tables.items() if same(fed, table[rows])]
     if _as_computed_in(dtype) in names:
         message = f"the model gets the schedule's timesteps, {_as_computed_in(dtype)}: up to {gap:.3g} away; {REPLAY}"
@@ -60,7 +54,7 @@ def _unreturned(exam: Exam, returned: Tensor) -> Finding | None:
     if trial.velocity_gap() <= NO_GAP:
         return None
     rounded = {name: table[exam.trials.base.places] for name, table in _rounded(exam).items()}
-    changed = {**rounded, **{name: change(returned) for name, change in MISTAKES.items()}}
+    changed = {**rounded, **{name: change(returned) for name, change in OTHER_TIMESTEPS.items()}}
     tables = {name: timesteps for name, timesteps in changed.items() if not same(timesteps, returned)}
     tried = explaining(exam, trial, [_fed(exam, trial, *table) for table in tables.items()])
     first = best(tried)
