@@ -259,7 +259,8 @@ class Legs:
         # Where no convention fits the captured inputs, each may be that of others.
         conventions = self._conventions if self.convention is None else (self.convention,)
         gaps = [self._gap(convention, square, std, step.step, limits) for convention in conventions]
-        return max(gaps, key=_agreement)
+        # By steps: of one input that is another, most of a sample's steps may agree.
+        return max(gaps, key=lambda gap: (int((gap.abs() <= 1).sum()), -float(gap.abs().max())))
 
     def _gap(
         self,
