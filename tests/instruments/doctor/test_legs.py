@@ -35,16 +35,6 @@ def test_only_the_leg_that_was_altered_differs(leg, stack_of, captured):
     assert all(bool((scores[name] < 1).all()) for name in {*LEGS} - {leg} - others)
 
 
-@pytest.mark.parametrize("convention", CONVENTIONS, ids=lambda convention: convention.name)
-def test_conventions_of_log_probs_are_told(convention, stack_of):
-    legs = Legs(stack_of())
-    elements = legs.noise[0, 0].numel()
-    claimed = convention.of(legs.square, legs.std, legs.step, elements)
-    given = torch.cat([claimed, claimed]).float()
-    found = Legs(stack_of(log_probs=given))
-    assert (found.convention, found.agrees) == (convention, True)
-
-
 def test_latents_stored_in_half_precision_widen_the_limits(stack_of, captured):
     changes = {
         name: captured[name].bfloat16()
