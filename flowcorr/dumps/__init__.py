@@ -256,31 +256,13 @@ def described(step: int, **given: Unpack[StepFields]) -> tuple[DumpedTerms, Logg
     }
     bypass = "old_log_probs" not in tensors
     if bypass and "old_rollout_kl" in tensors:
-        if "current_log_probs" not in tensors:
-            raise BatchError(
-                "old_rollout_kl was given without old_log_probs, whose policy is then that of the rollout, from which "
-                "it has no KL; give old_log_probs too, or current_log_probs with the KL of their policy"
-            )
-        tensors["current_rollout_kl"] = tensors.pop("old_rollout_kl")
+        tensors |= {"current_rollout_kl": tensors.pop("old_rollout_kl")}
     terms = DumpedTerms(bypass=bypass, **{"old_log_probs": rollout, **tensors}, **numbers)
     problem = checks.problem_of_metadata(_metadata(step, terms, loss))
     problem = problem or checks.problem_of_values(terms.tensors(), terms.version)
-    if problem := problem or _problem_of_clip_ratio(terms, loss):
+    if problem := problem or checks.problem_of_step(terms.tensors(), loss.clip_ratio):
         raise BatchError(problem)
     return terms, loss
-
-
-def _problem_of_clip_ratio(terms: DumpedTerms, loss: LoggedLoss) -> str:
-    """The problem of a list of clip ranges that lacks a step; empty if there is none."""
-    indices = terms.step_indices
-    last = terms.rollout_log_probs.shape[1] - 1 if indices is None else int(indices.max())
-    if not isinstance(loss.clip_ratio, Sequence) or last < len(loss.clip_ratio):
-        return ""
-    reach = f"the window has {last + 1} steps" if indices is None else f"step_indices reaches {last}"
-    return (
-        f"clip_ratio holds {len(loss.clip_ratio)} values, and {reach}; give one value for each step of the schedule, "
-        "from its first step on, or one number"
-    )
 
 
 def save(folder: Path, step: int, terms: DumpedTerms, loss: LoggedLoss) -> Path:

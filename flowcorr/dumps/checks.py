@@ -224,3 +224,21 @@ _METADATA: dict[str, tuple[str, Callable[[str], bool]]] = {
     "clip_ratio": (f"{_POSITIVE}, or a list of such numbers", _is_clip_ratio),
     "adv_clip_max": (_POSITIVE, lambda text: _is_positive(json_value(text))),
 }
+
+
+def problem_of_step(tensors: Mapping[str, Tensor], clip_ratio: float | Sequence[float] | None) -> str:
+    """The problem of a KL without the log-probs of its policy, or of a list of clip ranges that lacks a step."""
+    if "current_rollout_kl" in tensors and "current_log_probs" not in tensors:
+        return (
+            "old_rollout_kl was given without old_log_probs, whose policy is then that of the rollout, from which it "
+            "has no KL; give old_log_probs too, or current_log_probs with the KL of their policy"
+        )
+    indices = tensors.get("step_indices")
+    last = tensors["rollout_log_probs"].shape[1] - 1 if indices is None else int(indices.max())
+    if not isinstance(clip_ratio, Sequence) or last < len(clip_ratio):
+        return ""
+    reach = f"the window has {last + 1} steps" if indices is None else f"step_indices reaches {last}"
+    return (
+        f"clip_ratio holds {len(clip_ratio)} values, and {reach}; give one value for each step of the schedule, from "
+        "its first step on, or one number"
+    )
