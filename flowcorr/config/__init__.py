@@ -14,6 +14,7 @@ from flowcorr.config.load import (
     to_yaml,
 )
 from flowcorr.config.overrides import redact_override
+from flowcorr.config.rollout import RolloutConfig
 from flowcorr.config.run import TrainerConfig
 from flowcorr.config.schema import (
     ActorConfig,
@@ -21,7 +22,6 @@ from flowcorr.config.schema import (
     Config,
     LoraConfig,
     ModelConfig,
-    RolloutConfig,
     SamplingConfig,
 )
 from flowcorr.config.task import DataConfig, RewardConfig, RewardTerm

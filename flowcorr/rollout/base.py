@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from flowcorr import distributed
 from flowcorr.config.engines import resolve_engine
-from flowcorr.config.schema import Config, Dtype
+from flowcorr.config.rollout import Dtype
+from flowcorr.config.schema import Config
 
 if TYPE_CHECKING:
     from torch import Tensor

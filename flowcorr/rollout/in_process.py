@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from flowcorr import distributed, sde
-from flowcorr.config.schema import Config, RolloutConfig, SamplingConfig
+from flowcorr.config.rollout import RolloutConfig
+from flowcorr.config.schema import Config, SamplingConfig
 from flowcorr.models import DTYPES, ModelFamily, SamplingPlan
 from flowcorr.records import Rollout
 from flowcorr.rollout.base import Merge, OnImages, Weights, attention_name, ignore_images

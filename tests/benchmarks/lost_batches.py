@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from flowcorr.actor import DiffusionActor
+from flowcorr.config.rollout import RolloutConfig
 from flowcorr.config.run import TrainerConfig
-from flowcorr.config.schema import Config, ModelConfig, RolloutConfig, SamplingConfig
+from flowcorr.config.schema import Config, ModelConfig, SamplingConfig
 from flowcorr.errors import BackendError
 from flowcorr.models import load_family
 from flowcorr.rollout.vllm_omni.engine import VllmOmniEngine

@@ -5,7 +5,8 @@ import torch
 from tiny_pipelines import PIPELINES
 
 from flowcorr.config import ModelConfig
-from flowcorr.config.schema import Config, RolloutConfig
+from flowcorr.config.rollout import RolloutConfig
+from flowcorr.config.schema import Config
 from flowcorr.models import DTYPES, load_family
 from flowcorr.rollout import decode
 from flowcorr.rollout.broken import decoder_dtype, find_broken

@@ -18,7 +18,8 @@ import torch
 from flowcorr.actor import DiffusionActor
 from flowcorr.algorithm import AutoMode
 from flowcorr.algorithm.bands import WARM_UP
-from flowcorr.config.schema import Config, RolloutConfig
+from flowcorr.config.rollout import RolloutConfig
+from flowcorr.config.schema import Config
 from flowcorr.data import PromptStream, load_prompts
 from flowcorr.errors import ConfigError
 from flowcorr.health.finding import Finding

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from flowcorr.config.schema import Config, LoraConfig, ModelConfig, RolloutConfig
+from flowcorr.config.rollout import RolloutConfig
+from flowcorr.config.schema import Config, LoraConfig, ModelConfig
 from flowcorr.errors import ConfigError
 from flowcorr.models.flux import Flux
 from flowcorr.models.sd3 import SD3
