@@ -25,11 +25,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Required, Self, TypedDict, Unpack
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from flowcorr.dumps import checks
+from flowcorr.dumps import arrays, checks
 from flowcorr.dumps.checks import Array
 from flowcorr.dumps.files import damaged, opened, write
 from flowcorr.dumps.replay import ReplaySamples, discard_replay, save_replay
@@ -243,16 +242,16 @@ def described(step: int, **given: Unpack[StepFields]) -> tuple[DumpedTerms, Logg
         )
     if missing := [name for name in ("rollout_log_probs", "advantages") if name not in known]:
         raise TypeError(f"missing: {', '.join(missing)}")
-    plain: dict[str, Any] = {name: _plain(name, known.pop(name)) for name in _TOLD if name in known}
+    plain: dict[str, Any] = {name: arrays.plain(name, known.pop(name)) for name in _TOLD if name in known}
     numbers = {name: plain.pop(name) for name in _OF_STEP if name in plain}
     loss = LoggedLoss(**plain)
-    rollout = _numbers("rollout_log_probs", known["rollout_log_probs"])
+    rollout = arrays.numbers("rollout_log_probs", known["rollout_log_probs"])
     if problem := checks.problem_of_shape(rollout.shape):
         raise BatchError(problem)
     if "group_ids" in known:
-        known["group_ids"] = _numbered(known["group_ids"])
+        known["group_ids"] = arrays.numbered(known["group_ids"])
     tensors: dict[str, Any] = {
-        name: _fitted(name, _numbers(name, value), rollout.shape) for name, value in known.items()
+        name: arrays.fitted(name, arrays.numbers(name, value), rollout.shape) for name, value in known.items()
     }
     bypass = "old_log_probs" not in tensors
     if bypass and "old_rollout_kl" in tensors:
@@ -287,7 +286,7 @@ def load(path: Path) -> DumpedTerms:
         header = {name: (part.get_shape(), part.get_dtype()) for name, part in slices.items()}
         if problem := checks.problem_of_header(header):
             raise damaged(path, problem)
-        tensors = {name: _numbers(name, file.get_tensor(name)) for name in header}
+        tensors = {name: arrays.numbers(name, file.get_tensor(name)) for name in header}
     bypass = metadata["mode"] == "bypass"
     values: dict[str, Any] = {**tensors}
     values |= {name: int(metadata[name]) for name in ("num_elements", "version") if name in metadata}
@@ -390,51 +389,3 @@ def _metadata(step: int, terms: DumpedTerms, loss: LoggedLoss) -> dict[str, str]
         "adv_clip_max": loss.adv_clip_max,
     }
     return metadata | {name: json.dumps(value) for name, value in numbers.items() if value is not None}
-
-
-def _plain(name: str, value: Array | str) -> Any:
-    """A number, nested lists of numbers, or a text."""
-    return value if isinstance(value, str) else checks.as_tensor(name, value).tolist()
-
-
-def _numbered(group_ids: Array) -> Tensor:
-    """The group of each sample as a number from 0 on; names are allowed."""
-    try:
-        names = group_ids.tolist() if isinstance(group_ids, Tensor) else group_ids
-        return torch.as_tensor(np.unique(np.asarray(names), return_inverse=True)[1])
-    except (TypeError, ValueError) as error:
-        raise BatchError(
-            f"group_ids cannot be told apart: {error}; give [B] numbers, or [B] names"
-        ) from error
-
-
-def _numbers(name: str, values: Array) -> Tensor:
-    """A tensor on the CPU: whole numbers as int64, others as float32, or float64 if given so."""
-    tensor = checks.as_tensor(name, values)
-    if checks.COLUMNS[name].whole:
-        odd = tensor[tensor.frac() != 0] if tensor.is_floating_point() else tensor[:0]
-        if len(odd):
-            raise BatchError(f"{name} holds {odd[0].item():g}; it must hold whole numbers")
-        return tensor.long()
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def _fitted(name: str, values: Tensor, shape: torch.Size) -> Tensor:
-    """`values` as `[B]` or `[B, T]`, as the field has it."""
-    column = checks.COLUMNS[name]
-    if column.per_sample:
-        if values.dim() == 2 and values.shape[:1] == shape[:1]:
-            first = values[:, :1]
-            if bool(((values == first) | (values.isnan() & first.isnan())).all()):
-                values = values[:, 0]
-        expected = shape[:1]
-    else:
-        expected = shape
-        if column.shared and values.shape == shape[1:]:
-            values = values.expand(shape)
-    if values.shape != expected:
-        raise BatchError(
-            f"{name} has shape {list(values.shape)}; with rollout_log_probs of shape {list(shape)} it must be "
-            f"{list(expected)}" + (", one value a sample" if column.per_sample else "")
-        )
-    return values

@@ -1,0 +1,39 @@
+"""What a trainer hands over becomes the columns of a file."""
+
+import numpy as np
+import pytest
+import torch
+
+from flowcorr.dumps import arrays
+from flowcorr.errors import BatchError
+
+SHAPE = torch.Size([3, 2])
+
+
+def test_groups_of_any_names_are_numbered():
+    names = ["b", "a", "b"]
+    assert arrays.numbered(names).tolist() == arrays.numbered(np.array(names)).tolist() == [1, 0, 1]
+    assert arrays.numbered(torch.tensor([70, 7, 70])).tolist() == [1, 0, 1]
+
+
+def test_whole_numbers_stay_whole_and_float64_stays_float64():
+    assert arrays.numbers("step_indices", [[0.0, 1.0]]).dtype == torch.int64
+    assert arrays.numbers("advantages", torch.ones(3, dtype=torch.float16)).dtype == torch.float32
+    assert arrays.numbers("advantages", np.ones(3)).dtype == torch.float64
+    with pytest.raises(BatchError, match=r"step_indices holds 0\.5"):
+        arrays.numbers("step_indices", [[0.5, 1.0]])
+
+
+def test_a_value_a_sample_may_be_given_for_each_of_its_steps():
+    values = torch.tensor([[1.0, 1.0], [torch.nan, torch.nan], [2.0, 2.0]])
+    fitted = arrays.fitted("advantages", values, SHAPE)
+    torch.testing.assert_close(fitted, torch.tensor([1.0, torch.nan, 2.0]), equal_nan=True)
+    with pytest.raises(BatchError, match="one value a sample"):
+        arrays.fitted("advantages", values + torch.tensor([0.0, 1.0]), SHAPE)
+
+
+def test_a_column_that_all_samples_share_is_repeated_and_no_other():
+    row = torch.tensor([0.5, 0.25])
+    assert torch.equal(arrays.fitted("sigmas", row, SHAPE), row.expand(SHAPE))
+    with pytest.raises(BatchError, match=r"old_log_probs has shape \[2\]"):
+        arrays.fitted("old_log_probs", row, SHAPE)
