@@ -7,6 +7,7 @@ differ in the inputs, and in how a gap is measured.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -19,6 +20,8 @@ Other = TypeVar("Other")
 """Inputs that are not those of the training stack."""
 _CLEARLY = 10.0  # times that the named cause leaves less of the gap than another, and a fitted number than a plain one
 _TRIES = 10
+_DESCENTS = 3  # starts, at most, from which a number is looked for
+_DEEP = 1e-2  # share of a start's mean square below which its way down is followed to the end
 _STEP = 0.01  # share of a start, for the first derivative
 _SETTLED = 1e-7  # relative: closer numbers are one in float32
 
@@ -137,14 +140,30 @@ def clearly_best(tried: Sequence[Tried[Other]]) -> Tried[Other] | None:
 def fitted(residuals: Callable[[float], Tensor], starts: Sequence[float], low: float, high: float) -> float:
     """The number in `[low, high]` with the smallest sum of squared residuals near the best of `starts`.
 
+    Where the way down from the best start ends early, as in a valley of its own, the next ones are tried.
+
     Args:
         residuals: of a number, float64 of any shape.
         starts: numbers in the range, the first tries.
         low, high: the range.
     """
     tried = {start: residuals(start).flatten() for start in starts}
-    best = min(tried, key=lambda value: _size(tried[value]))
-    now, of_now = best, tried[best]
+    best, least = starts[0], math.inf
+    for start in sorted(starts, key=lambda value: _size(tried[value]))[:_DESCENTS]:
+        value, size = _descended(residuals, start, tried[start], low, high)
+        if size < least:
+            best, least = value, size
+        if least < _DEEP * _size(tried[start]):
+            break
+    return best
+
+
+def _descended(
+    residuals: Callable[[float], Tensor], start: float, of_start: Tensor, low: float, high: float
+) -> tuple[float, float]:
+    """The best number that secant steps find from a start, and the mean square that it leaves."""
+    best, least = start, _size(of_start)
+    now, of_now = start, of_start
     step = _STEP * max(abs(now), _STEP)
     before = now + step if now + step <= high else now - step
     of_before = residuals(before).flatten()
@@ -161,9 +180,9 @@ def fitted(residuals: Callable[[float], Tensor], starts: Sequence[float], low: f
             following = (now + following) / 2
             of_following = residuals(following).flatten()
         before, of_before, now, of_now = now, of_now, following, of_following
-        if _size(of_now) < _size(tried[best]):
-            best, tried[best] = now, of_now
-    return best
+        if _size(of_now) < least:
+            best, least = now, _size(of_now)
+    return best, least
 
 
 def _size(values: Tensor) -> float:

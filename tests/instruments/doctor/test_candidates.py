@@ -87,3 +87,14 @@ def test_a_number_is_looked_for_last_and_only_where_nothing_else_makes_it_needle
     assert searched(scale, row("off", 0.4, about="guidance"))[1] == ["off"]
     assert searched(scale, row("prompts", 0.4))[1] == ["prompts", "scale"]
     assert searched(scale, row("prompts", 0.4), exact=("prompts",))[1] == ["prompts"]
+
+
+def test_a_valley_of_its_own_is_left_for_the_next_start():
+    """Beside 1 the residual has a smallest size that is not 0, and the best start lies there."""
+    found = fitted(
+        lambda value: torch.tensor([(value + 2) * ((value - 1) ** 2 + 0.1)], dtype=torch.float64),
+        (1.5, -3.0),
+        -4.0,
+        4.0,
+    )
+    assert found == pytest.approx(-2, abs=1e-6)
