@@ -5,10 +5,11 @@
 From the command line the same run is
 
     PYTHONPATH=examples flowcorr train tiny_ocr_lora rollout.name=new_engine:AUTOCAST rollout.emulate=none \
-        'rollout.engine={computes_in: bfloat16}'
+        rollout.dtype=bfloat16
 
 An engine takes weights, samples groups of images and returns their trajectories. Here all of that happens in one
-process. An engine elsewhere sends the merged weights away in `sync`, and gets window, log-probs and images back.
+process. An engine elsewhere sends the merged weights away in `sync`, and gets window, log-probs and images back. The
+gap of an engine is judged by `rollout.dtype`: in float32 the one of autocast would be a fault, and end the run.
 """
 
 import argparse
@@ -29,7 +30,7 @@ AUTOCAST = Engine(build="new_engine:AutocastEngine")
 
 
 class AutocastEngine:
-    """See `flowcorr.rollout.RolloutEngine`; `rollout.engine` has one option, `computes_in`."""
+    """See `flowcorr.rollout.RolloutEngine`; it computes in `rollout.dtype`, and `rollout.engine` has no options."""
 
     def __init__(self, config, family, *, merge, base, probe):
         rollout = config.rollout
@@ -39,7 +40,11 @@ class AutocastEngine:
                 f"rollout.name={rollout.name}, which samples with the weights it was given; set staleness: 0 and "
                 "emulate: none"
             )
-        self.dtype = DTYPES[rollout.engine.get("computes_in", "bfloat16")]
+        if rollout.engine:
+            raise ConfigError(
+                f"rollout.engine={dict(rollout.engine)} has no meaning for {rollout.name}; leave it out"
+            )
+        self.dtype = DTYPES[rollout.dtype]
         self.config, self.family, self.merge = config, family, merge
         self.plan = SamplingPlan.of(family, config.sampling)
         self.device = next(family.transformer.parameters()).device
@@ -66,7 +71,7 @@ class AutocastEngine:
 
         def velocity(latents, timesteps, rows):
             chosen = {name: values[prompts[rows]].to(self.device) for name, values in conditioning.items()}
-            with torch.autocast(self.device.type, self.dtype):
+            with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
                 return self.family.velocity(self.transformer, latents, timesteps, chosen, plan.guidance)
 
         def noise(step, rows):
@@ -102,7 +107,7 @@ class AutocastEngine:
 
 
 def main(out: str, steps: int, *overrides: str) -> trainer.RunResult:
-    engine = ["rollout.name=new_engine:AUTOCAST", "rollout.emulate=none"]
+    engine = ["rollout.name=new_engine:AUTOCAST", "rollout.emulate=none", "rollout.dtype=bfloat16"]
     settings = config.load("tiny_ocr_lora", [*engine, f"trainer.total_steps={steps}", *overrides])
     result = trainer.train(settings, out)
     print(f"held-out exact match after {result.step} steps: {result.metrics['eval/exact_match']:.3f}")

@@ -29,6 +29,7 @@ class RolloutFault(BackendError):
     """A training step that measured what only a fault explains, and was stopped before its state was kept.
 
     Args:
+        message: what was found.
         step: the training step.
         findings: the `flowcorr.health.finding.Finding`s, the worst first.
         metrics: what the step had measured.
@@ -36,14 +37,16 @@ class RolloutFault(BackendError):
     """
 
     def __init__(
-        self, step: int, findings: Sequence[Any], metrics: Mapping[str, float], terms: Any = None
+        self,
+        message: str,
+        *,
+        step: int = 0,
+        findings: Sequence[Any] = (),
+        metrics: Mapping[str, float] | None = None,
+        terms: Any = None,
     ) -> None:
-        self.step, self.findings, self.metrics, self.terms = step, findings, metrics, terms
-        super().__init__(
-            f"training step {step} was stopped, for what it measured proves a fault: "
-            + "; ".join(map(str, findings))
-            + "; trainer.on_fault=warn trains on all the same"
-        )
+        super().__init__(message)
+        self.step, self.findings, self.metrics, self.terms = step, findings, metrics or {}, terms
 
 
 class CheckpointError(FlowcorrError, RuntimeError):

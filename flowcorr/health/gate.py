@@ -58,4 +58,11 @@ class Gate:
             # What breaks an equality names the part; gaps of both stacks may follow from it.
             faults.sort(key=lambda one: one.rule.fault != EQUALITY)
             findings = [replace(one.finding, level="serious") for one in faults]
-            raise RolloutFault(step, findings, values, evidence())
+            raise RolloutFault(
+                f"training step {step} was stopped, for what it measured proves a fault: "
+                f"{'; '.join(map(str, findings))}; trainer.on_fault=warn trains on all the same",
+                step=step,
+                findings=findings,
+                metrics=values,
+                terms=evidence(),
+            )

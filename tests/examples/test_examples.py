@@ -13,7 +13,7 @@ from flowcorr import config
 from flowcorr.cli import main
 from flowcorr.config.schema import ActorConfig
 from flowcorr.data import read_prompts
-from flowcorr.errors import ConfigError
+from flowcorr.errors import ConfigError, RolloutFault
 from flowcorr.instruments.plan.preflight import check_settings
 from flowcorr.instruments.report import report
 from flowcorr.records import Terms
@@ -165,8 +165,7 @@ def test_new_engine_trains_and_is_measured(tmp_path, monkeypatch, capsys):
     example = load("new_engine")
     gaps = {}
     for dtype in ("bfloat16", "float16"):
-        options = f"rollout.engine={{computes_in: {dtype}}}"
-        result = example.main(str(tmp_path / dtype), 1, *small, options)
+        result = example.main(str(tmp_path / dtype), 1, *small, f"rollout.dtype={dtype}")
         assert result.status == "finished"
         measured = [
             step.get("rollout_corr/logprob_abs_diff_mean")
@@ -179,6 +178,19 @@ def test_new_engine_trains_and_is_measured(tmp_path, monkeypatch, capsys):
         ConfigError, match=r"^rollout\.staleness=2 .* cannot be used with rollout\.name=new_engine"
     ):
         example.main(str(tmp_path / "stale"), 1, *small, "rollout.staleness=2")
+    with pytest.raises(ConfigError, match=r"^rollout\.engine=.*computes_in.* leave it out$"):
+        example.main(str(tmp_path / "option"), 1, *small, "rollout.engine={computes_in: float16}")
+    engine = sys.modules["new_engine"].AutocastEngine
+    build = engine.__init__
+
+    def coarser(self, *given, **options):  # than it says
+        build(self, *given, **options)
+        self.dtype = torch.bfloat16
+
+    monkeypatch.setattr(engine, "__init__", coarser)
+    with pytest.raises(RolloutFault) as stopped:
+        example.main(str(tmp_path / "coarse"), 1, *small, "rollout.dtype=float32")
+    assert {finding.cause for finding in stopped.value.findings} <= {"kl", "replay_window"}
     sys.modules.pop("new_engine", None)
 
 

@@ -17,7 +17,7 @@ def fault(*metrics, step=25):
         )
         for metric in metrics
     ]
-    return RolloutFault(step, findings, {})
+    return RolloutFault("stopped", step=step, findings=findings)
 
 
 @pytest.fixture

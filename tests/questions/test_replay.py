@@ -43,6 +43,7 @@ def training(sampling=None, path=SHALLOW, model=None, **rollout):
         model={"path": path, **(model or {})},
         sampling={"num_inference_steps": 8, "sde_window_range": (1, 4), **(sampling or {})},
         rollout={"n": 2, "replay_every": 1, **rollout},
+        trainer={"on_fault": "warn"},  # planted faults are to be named, not to stop the step
     )
     connected = start_run(config)
     embeds = connected.conditioning
