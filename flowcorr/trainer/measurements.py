@@ -89,17 +89,24 @@ def measure(
 
 
 def measure_decoder(run: TrainingRun, samples: Samples, step: int) -> Metrics:
-    """The decoder's part of a replay, of one image of this rank that the seeds choose; none where it has none.
+    """The decoder's part of a replay, of the one image of a training step that the seeds choose.
+
+    Returns:
+        The metrics of the rank that has the image, if it is whole; none on the others.
 
     Raises:
         BackendError: the image is of another size than the decoded one.
     """
-    rollout = samples.rollout
-    rows = [row for row, place in enumerate(samples.fresh) if place not in samples.broken]
+    rollout, settings, seed = samples.rollout, run.config.rollout, run.config.trainer.seed
+    group = sde.stable_seed(seed, step, "decoder") % settings.prompts_per_step
+    rows = (rollout.group_ids == group).nonzero().flatten().tolist()
     if rollout.final_latents is None or not rows:
         return Metrics()
-    row = rows[sde.stable_seed(run.config.trainer.seed, step, "decoder") % len(rows)]
-    image = torch.from_numpy(samples.images[samples.fresh[[row]]]).to(run.actor.device)
+    row = rows[sde.stable_seed(seed, step, group, "decoder") % len(rows)]
+    place = samples.fresh[row]
+    if place in samples.broken:
+        return Metrics()
+    image = torch.from_numpy(samples.images[[place]]).to(run.actor.device)
     chosen = replace(rollout.select(slice(row, row + 1)), images=image)
     return decoder_metrics(run.actor.family, chosen)
 

@@ -199,7 +199,7 @@ def _timesteps_of_fewer_steps(loop: Loop, tables: tuple[Tensor, Tensor]) -> tupl
     loop.pipeline.scheduler.set_timesteps(loop.num_steps - 1)
     fewer = loop.pipeline.scheduler.timesteps
     loop.pipeline.scheduler.set_timesteps(loop.num_steps)
-    return tables[0], torch.cat([fewer, fewer[-1:] / 2])
+    return tables[0], torch.cat([fewer, fewer[-1:]])
 
 
 def _autocast(loop: Loop, pipeline: Any) -> Any:

@@ -383,9 +383,9 @@ def _of_other_lengths(stack: Stack) -> Iterator[Hypothesis]:
         table = schedule(stack.family, range(count + 1), stack.latent_shape, spacing)
         if table is None:
             continue
-        # As long as the captured ones, which end at 0 one step later.
+        # As long as the captured ones: where they lack a step, their last value stands for it.
         sigmas = (*table.sigmas, *inputs.sigmas[-1:])[: total + 1]
-        timesteps = (*table.timesteps, *inputs.timesteps[-1:])[:total]
+        timesteps = (*table.timesteps, *table.timesteps[-1:])[:total]
         of_steps = f"of a schedule of {count} steps, where {total} were captured"
         for message, cause, others in (
             (f"with the sigmas {of_steps}", "other_schedule", replace(inputs, sigmas=sigmas)),
