@@ -91,7 +91,7 @@ def test_the_interval_of_a_share_is_wilsons():
 def test_the_page_has_the_table_of_the_recorded_runs():
     results, page = (
         table.read_results(),
-        (ROOT / "flowcorr/instruments/README.md").read_text(encoding="utf-8"),
+        (ROOT / "tests/integrations/real_bugs/results.md").read_text(encoding="utf-8"),
     )
     for key, runs in results.items():
         assert set(runs) == {False, True}, key
