@@ -8,14 +8,16 @@ Examines a model and trains it for some steps, with an engine that has weights o
 embedded model in 17 precisions, windows, samplers and modes, and of seven families with tiny random weights, editing
 and video among them (image editing needs torchvision: the environment of `tests/rollout/vllm_omni/install.sh`). Prints
 a row for each configuration and seed with every check that did not pass and every rule that spoke. That the noise of a
-coarse engine exceeds the clip range, and that rewards are alike, is true and no alarm; it stands in parentheses.
+coarse engine exceeds the clip range, and that rewards are alike, is true and no alarm; it stands in parentheses. Runs
+stop at a fault, as by default; a stop is an alarm, and counted.
 """
 
 import argparse
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,11 +26,13 @@ import torch
 
 from flowcorr import config
 from flowcorr.config.schema import Config
+from flowcorr.errors import RolloutFault
 from flowcorr.health.finding import Finding
 from flowcorr.health.rules import HealthMonitor, is_step, units_of
 from flowcorr.instruments.doctor.examination import diagnose
 from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer import train
+from flowcorr.trainer.events import EVENTS_FILE, read_events
 from tests import tiny_pipelines
 
 EMBEDDED = {
@@ -74,14 +78,33 @@ SIZES = ("clip", "clip_noise", "flat_groups")
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What was said of a configuration: alarms, and sizes of an announced gap."""
+    """What was said of a configuration: alarms, sizes of an announced gap, and causes of a stop."""
 
     alarms: list[str]
     sizes: list[str]
+    stops: list[str]
 
     def __str__(self) -> str:
         sizes = f" ({'; '.join(self.sizes)})" if self.sizes else ""
-        return f"{'; '.join(self.alarms) or 'nothing'}{sizes}"
+        stops = f" STOPPED by {', '.join(self.stops)}" if self.stops else ""
+        return f"{'; '.join(self.alarms) or 'nothing'}{sizes}{stops}"
+
+
+@dataclass(slots=True)
+class Counts:
+    """Configurations, and how many of them raised an alarm or were stopped."""
+
+    rows: int = 0
+    alarms: int = 0
+    stops: int = 0
+
+    def add(self, said: Said) -> None:
+        self.rows += 1
+        self.alarms += bool(said.alarms or said.stops)
+        self.stops += bool(said.stops)
+
+    def __str__(self) -> str:
+        return f"{self.alarms} of {self.rows} with an alarm, {self.stops} stopped"
 
 
 def said_in(findings: Iterable[Finding]) -> Said:
@@ -91,7 +114,7 @@ def said_in(findings: Iterable[Finding]) -> Said:
             (sizes if finding.cause in SIZES else alarms).append(
                 f"{finding.cause} {finding.level}: {finding.sentence}"
             )
-    return Said(alarms, sizes)
+    return Said(alarms, sizes, [])
 
 
 def configuration(name: str, seed: int, steps: int, models: Path) -> Config:
@@ -130,14 +153,16 @@ def rules_that_speak(run_config: Config, records: Iterable[Mapping[str, Any]]) -
 
 
 def judge(folder: Path) -> Said:
-    """What the rules say of a run that was kept."""
-    return said_in(
+    """What the rules say of a run that was kept, and what stopped it."""
+    said = said_in(
         rules_that_speak(config.load(folder / "config.yaml"), read_metrics(folder / "metrics.jsonl"))
     )
+    faults = [event["causes"] for event in read_events(folder / EVENTS_FILE) if event["kind"] == "fault"]
+    return replace(said, stops=[cause for causes in faults for cause in causes])
 
 
 def main(seeds: Sequence[int], names: Sequence[str], steps: int, out: Path) -> None:
-    wrong = rows = 0
+    counts = Counts()
     with TemporaryDirectory() as models:
         for seed in seeds:
             for name in names:
@@ -145,23 +170,22 @@ def main(seeds: Sequence[int], names: Sequence[str], steps: int, out: Path) -> N
                 run_config = configuration(name, seed, steps, Path(models))
                 folder = out / f"{name.replace(', ', '-').replace(' ', '_')}-{seed}"
                 examined = said_in(diagnose(run_config).findings)
-                train(run_config, folder)
+                with suppress(RolloutFault):
+                    train(run_config, folder)
                 trained = judge(folder)
-                said = Said(examined.alarms + trained.alarms, examined.sizes + trained.sizes)
-                rows += 1
-                wrong += bool(said.alarms)
+                said = Said(examined.alarms + trained.alarms, examined.sizes + trained.sizes, trained.stops)
+                counts.add(said)
                 print(f"{seed} | {name} | {said} | {time.process_time() - begin:.0f} s", flush=True)
-    print(f"{wrong} of {rows} with an alarm")
+    print(counts)
 
 
 def judge_all(out: Path) -> None:
-    wrong = rows = 0
+    counts = Counts()
     for folder in sorted(path.parent for path in out.glob("*/metrics.jsonl")):
         said = judge(folder)
-        rows += 1
-        wrong += bool(said.alarms)
+        counts.add(said)
         print(f"{folder.name} | {said}")
-    print(f"{wrong} of {rows} with an alarm")
+    print(counts)
 
 
 if __name__ == "__main__":
