@@ -34,6 +34,9 @@ class RolloutFault(BackendError):
         findings: the `flowcorr.health.finding.Finding`s, the worst first.
         metrics: what the step had measured.
         terms: the `flowcorr.dumps.DumpedTerms` of its samples on this rank; None where it has none.
+
+    Attributes:
+        workers: by rollout worker whose own samples prove a fault, the findings; empty where that was not asked.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class RolloutFault(BackendError):
     ) -> None:
         super().__init__(message)
         self.step, self.findings, self.metrics, self.terms = step, findings, metrics or {}, terms
+        self.workers: Mapping[int, Sequence[Any]] = {}
 
 
 class CheckpointError(FlowcorrError, RuntimeError):

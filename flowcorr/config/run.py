@@ -47,8 +47,9 @@ class TrainerConfig:
             `in_process` samples with the trainer's own code and weights, be they rounded or older ones, and needs no
             exam. `auto` leaves it out where ranks share a transformer (`actor.fsdp`).
         on_fault: where a training step measures what only a fault of the rollout engine explains, `stop` the run before
-            it learns from it, with the state before the step saved, and exit code 3. `warn` trains on: for an engine
-            that keeps latents in bfloat16, or draws noise of its own, by choice.
+            it learns from it, with the state before the step saved, and exit code 3. A Ray worker whose samples alone
+            prove it is taken out, and the run goes on with the others. `warn` trains on: for an engine that keeps
+            latents in bfloat16, or draws noise of its own, by choice.
         dump_log_probs: write the log-probs of every training step to `log_probs/`, which `flowcorr audit` replays
             under other presets and `flowcorr report` draws; some 50 bytes a term.
     """

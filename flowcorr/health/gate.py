@@ -8,12 +8,14 @@ before the training step is the one that is kept.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from flowcorr.config.schema import Config
 from flowcorr.dumps import DumpedTerms
 from flowcorr.errors import RolloutFault
+from flowcorr.health.finding import Finding
+from flowcorr.health.rule import BrokenRule
 from flowcorr.health.rules import broken_rules, units_of
 from flowcorr.health.table import rows_of, rules_of
 from flowcorr.metrics import Metrics
@@ -46,18 +48,13 @@ class Gate:
         if not self._rules:
             return
         values = metrics.compute()
-        broken = broken_rules(values, units_of(self._config, values).of_step(values), self._rules)
+        broken = self._broken(values)
         names = {one.rule.name for one in broken}
         for rule in self._rules:
             if rule.metric in values:
                 self._streaks[rule.name] = self._streaks[rule.name] + 1 if rule.name in names else 0
-        faults = [
-            one for one in broken if one.finding.fault and self._streaks[one.rule.name] >= one.rule.patience
-        ]
-        if faults:
-            # What breaks an equality names the part; gaps of both stacks may follow from it.
-            faults.sort(key=lambda one: one.rule.fault != EQUALITY)
-            findings = [replace(one.finding, level="serious") for one in faults]
+        findings = _faults([one for one in broken if self._streaks[one.rule.name] >= one.rule.patience])
+        if findings:
             raise RolloutFault(
                 f"training step {step} was stopped, for what it measured proves a fault: "
                 f"{'; '.join(map(str, findings))}; trainer.on_fault=warn trains on all the same",
@@ -66,3 +63,17 @@ class Gate:
                 metrics=values,
                 terms=evidence(),
             )
+
+    def faults(self, values: Mapping[str, float]) -> list[Finding]:
+        """Faults that metrics prove by themselves, without the training steps before; the part at fault comes first."""
+        return _faults(self._broken(values))
+
+    def _broken(self, values: Mapping[str, float]) -> list[BrokenRule]:
+        return broken_rules(values, units_of(self._config, values).of_step(values), self._rules)
+
+
+def _faults(broken: Sequence[BrokenRule]) -> list[Finding]:
+    faults = [one for one in broken if one.finding.fault]
+    # What breaks an equality names the part; gaps of both stacks may follow from it.
+    faults.sort(key=lambda one: one.rule.fault != EQUALITY)
+    return [replace(one.finding, level="serious") for one in faults]

@@ -21,7 +21,7 @@ from flowcorr.config.schema import Config
 from flowcorr.models import Schedule, rollout_schedule, windows_of
 from flowcorr.questions.legs import legs
 from flowcorr.records import Rollout, Scores
-from flowcorr.sde.transition import mean_over_elements
+from flowcorr.sde.transition import mean_over_elements, over_elements
 
 _SAME_NOISE = 1e-4  # factor between two noises that float32 on two devices, and their stds, explain
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
@@ -164,6 +164,17 @@ class Compared:
         window = self.rollout.window
         step = sde.Transition(self.means, self.scores.stds.detach(), window.step_sizes)
         return self.means + (window.next_latents - sde.sample(step, self.noise))
+
+    @property
+    def noise_errors(self) -> Tensor:
+        """`[B, T]`, `standard_errors` of each step, or of all steps together where that is more; 0 without a score."""
+        finite = self.log_probs.isfinite()
+        stds = over_elements(self.scores.stds, self.means)
+        noise = ((self.rollout.window.next_latents - self.means) / stds)[finite].flatten(1)
+        sums = beside_seeds(noise, self.noise[finite].flatten(1))
+        errors = torch.zeros_like(self.log_probs, dtype=torch.float64)
+        errors[finite] = torch.maximum(standard_errors(sums), standard_errors(sums.sum(1, keepdim=True)))
+        return errors
 
     def velocity(self, latents: Tensor, timesteps: Tensor, rows: Tensor) -> Tensor:
         """The actor's velocity `[b, *L]` of some samples, as many at a time as it scores at a time.

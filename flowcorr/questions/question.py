@@ -142,6 +142,7 @@ STEP_NOISE = Question(
     name="seeded_noise",
     what="standard errors between the step noise and that of its seeds",
     metric="rollout/noise_z_max",
+    number=lambda compared: compared.noise_errors,
     limit=ERRORS,
     fault=EQUALITY,
     remedy=f"add s times flowcorr.sde.step_noise of {_SEEDS} and step index to the mean, in float32, and leave the "

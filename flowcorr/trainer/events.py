@@ -26,9 +26,9 @@ class EventLog:
 
     Times are UTC; `step` is the number of training steps done. Kinds are `start`, `resume`, `checkpoint`, `signal`,
     `given_up` (a step that failed after a signal), `tracker_failed`, `end`, `failure`, `fault` (of the engine);
-    `workers` (where they run), `worker_lost`, `worker_restarted`, `shard_retried` and `workers_lost` (all at once) of
-    Ray's workers; `reward_failed` and `stale_dropped` of samples; `frames`, the rule by which each reward of images
-    gets the frames of videos.
+    `workers` (where they run), `worker_lost`, `worker_restarted`, `worker_faulty` (taken out), `shard_retried` and
+    `workers_lost` (all at once) of Ray's workers; `reward_failed` and `stale_dropped` of samples; `frames`, the rule by
+    which each reward of images gets the frames of videos.
 
     Each record is appended as one whole line in one write. A resumed run keeps all earlier records, also those of steps
     that it repeats, and removes only a line that a crash left incomplete. A record that cannot be written, for example

@@ -17,7 +17,7 @@ from flowcorr.algorithm import (
     apply_rollout_correction_to_diffusion_batch,
 )
 from flowcorr.dumps import DumpedTerms
-from flowcorr.errors import BackendError
+from flowcorr.errors import BackendError, RolloutFault
 from flowcorr.metrics import Metrics
 from flowcorr.questions.gap_split import old_scores
 from flowcorr.questions.noise import FirstScores
@@ -25,6 +25,7 @@ from flowcorr.records import ActorBatch, ImageArray, Prompt, Rollout, Scores
 from flowcorr.rewards import training_scores
 from flowcorr.trainer import out_of_memory
 from flowcorr.trainer.collect import collect, prefetch, score, whole_groups
+from flowcorr.trainer.faulty_workers import faults_by_worker, take_out
 from flowcorr.trainer.log_probs import logged_terms, sampled_terms
 from flowcorr.trainer.measurements import measure, own_metrics
 from flowcorr.trainer.run import TrainingRun
@@ -51,11 +52,23 @@ class StepResult:
 
 
 def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> StepResult:
-    """Sample, score, correct, learn: prompts -> rollout -> rewards -> advantages -> correction -> gate -> update.
+    """Do a training step; without the rollout workers that alone show a fault, if others are left.
 
     Raises:
         RolloutFault: what was measured proves a fault, see `trainer.on_fault`.
     """
+    position = run.prompts.position
+    while True:
+        try:
+            return _attempt(run, step, on_phase)
+        except RolloutFault as fault:
+            if not take_out(run, fault):
+                raise
+            run.prompts.position = position
+
+
+def _attempt(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> StepResult:
+    """Sample, score, correct, learn: prompts -> rollout -> rewards -> advantages -> correction -> gate -> update."""
     config, actor, correction = run.config, run.actor, run.mode.correction
     watch = Stopwatch(on_phase, actor.device)
     sde.seed_globals(config.trainer.seed, "step", step, distributed.rank())
@@ -114,7 +127,8 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
     measured = Metrics.merged(metrics).across_ranks()
     bypass = correction.mode == "bypass"
     evidence = partial(sampled_terms, batch, advantages=advantages, rewards=succeeded.scores, bypass=bypass)
-    run.gate.check(step, measured, evidence)  # before anything is learned from the samples
+    with faults_by_worker(run, samples, scored, step):
+        run.gate.check(step, measured, evidence)  # before anything is learned from the samples
 
     with watch("update"):
         observe = first_scores if old is None else None

@@ -170,6 +170,33 @@ class FlowcorrDispatcher:
         """How many workers have a task."""
         return sum(worker.busy for worker in self._workers)
 
+    async def retire(self, reasons: Mapping[int, str]) -> bool:
+        """Take workers out, and start none in their place. A task that one of them has runs again in another.
+
+        Each rank may call it with the same workers.
+
+        Args:
+            reasons: by number of a worker, why.
+
+        Returns:
+            Whether a worker is left; if none would be, all stay.
+        """
+        retired = [worker for worker in self._workers if worker.number in reasons]
+        if len(retired) == len(self._workers):
+            return False
+        for worker in retired:
+            self._workers.remove(worker)
+            if not worker.busy:
+                self._serving[worker.number].cancel()
+        for worker in retired:
+            _kill(worker)
+            reason = reasons[worker.number]
+            await self._tell(
+                f"{worker} is taken out, {len(self._workers)} left: {reason}",
+                "worker_faulty", worker=worker.name, **worker.place, error=reason,
+            )  # fmt: skip
+        return True
+
     async def close(self) -> None:
         """Let idle workers close, and kill all."""
         self._closing.set()
@@ -195,9 +222,9 @@ class FlowcorrDispatcher:
             try:
                 references = await self._call(worker, task)
             except Exception as error:
-                worker.busy = False
                 await self._lose(worker, number, task, error)
-                if not await self._replace(worker):
+                worker.busy = False
+                if worker not in self._workers or not await self._replace(worker):
                     return
             else:
                 worker.busy = False

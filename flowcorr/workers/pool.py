@@ -72,8 +72,8 @@ class WorkerPool:
         address: see `flowcorr.workers.cluster.Cluster`; the main rank alone reads it.
         num_threads: CPU threads of torch in each worker; None keeps torch's default.
         own_errors: errors of the task rather than of the worker; the task is not retried, since it would fail again.
-        on_event: gets records of `worker_lost`, `worker_restarted`, `shard_retried` and `workers_lost`, in a thread of
-            the main rank.
+        on_event: gets records of `worker_lost`, `worker_restarted`, `worker_faulty`, `shard_retried` and
+            `workers_lost`, in a thread of the main rank.
         attempts: for a task, and for replacing a lost worker.
 
     Raises:
@@ -179,6 +179,10 @@ class WorkerPool:
             return await self._run(label, method, arguments(answer), 1)
 
         return self._in_thread(run())
+
+    def retire(self, reasons: Mapping[int, str]) -> bool:
+        """See `FlowcorrDispatcher.retire`."""
+        return bool(self._ask("retire", reasons))
 
     def share(self, value: Any) -> Any:
         """A reference to the main rank's `value` in the object store; every rank has to call."""

@@ -188,6 +188,10 @@ class RayRollout:
             shards.append(self._workers.submit(label, "sample", shard, num_returns=2))
         return PendingRollout(shards=shards, version=synced.weights.version, groups_per_shard=size)
 
+    def retire(self, reasons: Mapping[int, str]) -> bool:
+        """Take faulty workers out; see `FlowcorrDispatcher.retire`. What they have sampled stays in its answers."""
+        return self._workers.retire(reasons)
+
     # Lifecycle -------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, str]:

@@ -95,6 +95,17 @@ def test_the_error_holds_what_was_found():
     assert caught.value.metrics["rollout/std_error"] == 0.14
 
 
+def test_faults_of_a_part_are_told_without_the_steps_before_and_the_broken_equality_first():
+    one, sound = gate(), SIZE | {"actor/updates": 1.0}
+    assert one.faults(sound) == []
+    findings = one.faults(sound | {"rollout_corr/kl": 1.0, "rollout/std_error": 0.14})
+    assert [(finding.cause, finding.level) for finding in findings] == [
+        ("std_error", "serious"),
+        ("kl", "serious"),
+    ]
+    assert gate("trainer.on_fault=warn").faults(sound | {"rollout/std_error": 0.14}) == []
+
+
 def test_every_rule_that_stops_a_run_has_a_limit_to_break():
     stopping = [rule for rule in RULES if rule.fault != math.inf]
     assert len(stopping) > 20

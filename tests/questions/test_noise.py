@@ -8,8 +8,10 @@ import torch
 
 from flowcorr import sde
 from flowcorr.health.rule import Units
+from flowcorr.questions.ask import ask
 from flowcorr.questions.compared import Compared
 from flowcorr.questions.noise import FirstScores, WindowResiduals, scored_by_sampler
+from flowcorr.questions.question import STEP_NOISE
 from flowcorr.questions.residual_terms import RESIDUALS
 from tests.judging import examine_step
 
@@ -226,6 +228,24 @@ def test_latents_of_another_sample_are_named_in_one_batch(make_run):
     exchanged[[0, 1]] = exchanged[[1, 0]]
     changed = replace(rollout, window=replace(rollout.window, next_latents=exchanged))
     assert measured(run, changed)["rollout/noise_z_max"] > 6
+
+
+def test_the_noise_of_a_part_of_a_batch_is_judged_alike(make_run):
+    """One question for all samples and for those of one worker: here all, so that the numbers are equal."""
+    run = make_run()
+    rollout = run.sample()
+    latents = rollout.window.next_latents.clone()
+    latents[0] += 0.1 * (latents[0] - rollout.window.latents[0])
+    changed = replace(rollout, window=replace(rollout.window, next_latents=latents))
+    scores = run.actor.log_probs(changed, with_means=True)
+    one = compared(run, changed, scores)
+    metrics = ask(one, [STEP_NOISE]).compute()
+    assert metrics["rollout/noise_z_max"] == pytest.approx(
+        measured(run, changed)["rollout/noise_z_max"], rel=1e-5
+    )
+    assert one.noise_errors.shape == changed.log_probs.shape
+    unscored = replace(scores, log_probs=scores.log_probs.clone().fill_(math.nan))
+    assert compared(run, changed, unscored).noise_errors.count_nonzero() == 0
 
 
 # Residuals -----------------------------------------------------------------------------------------------------

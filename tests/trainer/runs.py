@@ -75,10 +75,14 @@ def small_config(*overrides):
     return config.load("tiny_jpeg_lora", [*SMALL, *overrides])
 
 
+# How long anything takes, and which Ray worker samples a shard.
+UNLIKE = ("timing/", "perf/", "rollout_corr/worker_")
+
+
 def records(folder: Path):
     """The run's records, without what depends on the clock."""
     return [
-        {name: value for name, value in record.items() if not name.startswith(("timing/", "perf/"))}
+        {name: value for name, value in record.items() if not name.startswith(UNLIKE)}
         for record in read_metrics(folder / "metrics.jsonl")
     ]
 
@@ -99,6 +103,15 @@ def assert_same_run(one: Path, other: Path):
             assert ours.keys() == theirs.keys()
             differ = {key for key, value in ours.items() if not torch.equal(value, theirs[key])}
             assert differ == set()
+
+
+def assert_same_weights(one: Path, other: Path, step: int):
+    ours, theirs = (
+        load_file(checkpoint.folder_of(folder / "checkpoints", step) / "state.safetensors")
+        for folder in (one, other)
+    )
+    assert ours.keys() == theirs.keys()
+    assert [name for name, value in ours.items() if not torch.equal(value, theirs[name])] == []
 
 
 def interrupt(number):

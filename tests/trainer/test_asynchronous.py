@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 from ray_tasks import WORKERS
-from safetensors.torch import load_file
 
 from flowcorr import config, trainer
 from flowcorr.errors import BackendError, ConfigError
@@ -20,6 +19,7 @@ from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.step import train_step
 from tests.descendants import descendants
 from tests.trainer import runs
+from tests.trainer.runs import assert_same_weights, records
 
 pytestmark = pytest.mark.system
 
@@ -54,31 +54,10 @@ def small_config(*overrides):
     return config.load("tiny_jpeg_lora", [*SMALL, *overrides])
 
 
-# Which worker samples a shard, and how long anything takes.
-UNLIKE = ("timing/", "perf/", "rollout_corr/worker_")
-
-
-def records(folder):
-    """The run's records, without what depends on the clock."""
-    return [
-        {name: value for name, value in record.items() if not name.startswith(UNLIKE)}
-        for record in read_metrics(folder / "metrics.jsonl")
-    ]
-
-
 def kinds(folder):
     """The story of a run, without where its workers ran."""
     events = read_events(folder / "events.jsonl")
     return [(event["kind"], event["step"]) for event in events if event["kind"] != "workers"]
-
-
-def assert_same_weights(one, other, step):
-    ours, theirs = (
-        load_file(checkpoint.folder_of(folder / "checkpoints", step) / "state.safetensors")
-        for folder in (one, other)
-    )
-    assert ours.keys() == theirs.keys()
-    assert [name for name, value in ours.items() if not torch.equal(value, theirs[name])] == []
 
 
 @pytest.fixture(scope="module")

@@ -242,7 +242,8 @@ WORDS: Mapping[str, Word] = {
     ),
     "fault": Word(
         meaning="A value that only a broken engine or bookkeeping explains, and neither chance nor precision nor "
-        "learning: a training run stops there, see `trainer.on_fault`. `explain` of a metric says which value.",
+        "learning: a training run stops there, see `trainer.on_fault`, or goes on without the Ray worker whose samples "
+        "alone show it. `explain` of a metric says which value.",
     ),
     "held out": Word(
         meaning="Prompts that nothing is trained on; evaluations sample one image for each, from the same noise "
