@@ -6,17 +6,7 @@ runs its trainer, worker and engine from such a source tree.
 Its own `algorithm.rollout_correction` calls verl's helper. To let flowcorr correct instead, set `rollout_is` and
 `rollout_rs` to null there, `bypass_mode` as in flowcorr's configuration, and
 `actor_rollout_ref.rollout.calculate_log_probs=true`. Then correct the batch before the update, in a subclass of its
-trainer, and register the losses. Put both into one module, here `my_run.py`:
-
-    @register_diffusion_trainer("sync")
-    class Trainer(PolicyGradientDiffusionTrainerV1Sync):
-        def _update_actor(self, data):
-            data, metrics = correct_batch(data, RolloutCorrectionConfig.seq_is())
-            output = super()._update_actor(data)
-            output.meta_info["metrics"].update(metrics)
-            return output
-
-    register_losses()
+trainer, as the module `my_run.py` does in `flowcorr/correction/README.md`, where `register_losses()` may follow:
 
     VERL_USE_EXTERNAL_MODULES=my_run python -m verl_omni.trainer.main_diffusion_v1 trainer.use_v1=true ...
 

@@ -52,7 +52,7 @@ def image_metrics(images: ImageArray, groups: np.ndarray, whole: np.ndarray) -> 
     values = image_statistics(images[row] for members in rows for row in members)
     values["diversity"] = np.concatenate([diversity(images[members], members * 0) for members in rows])
     return Metrics.from_stats(
-        {f"reward/image/{name}": mean(value.sum(), len(value)) for name, value in values.items()}
+        {f"reward/image/{name}": mean(float(value.sum()), len(value)) for name, value in values.items()}
     )
 
 
@@ -78,7 +78,7 @@ def reward_metrics(scored: RewardOutput, failed: np.ndarray, groups: np.ndarray)
     }
     for name, values in scored.extra.items():  # a rank may lack some of them
         finite = values[np.isfinite(values)]
-        stats[f"reward/{name}"] = mean(finite.sum(), len(finite))
+        stats[f"reward/{name}"] = mean(float(finite.sum()), len(finite))
     return Metrics.from_stats(stats)
 
 

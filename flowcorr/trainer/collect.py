@@ -236,8 +236,8 @@ def _find_stale(run: TrainingRun, rollout: Rollout) -> tuple[np.ndarray, Metrics
             f"and at most {run.config.rollout.max_weight_age} are allowed: it does not load new weights"
         )
     stats = {
-        "rollout/staleness_mean": mean(ages.sum(), len(ages)),
-        "rollout/staleness_max": maximum(ages.max()),
-        "rollout/dropped_stale_samples": total(stale.sum()),
+        "rollout/staleness_mean": mean(int(ages.sum()), len(ages)),
+        "rollout/staleness_max": maximum(int(ages.max())),
+        "rollout/dropped_stale_samples": total(int(stale.sum())),
     }
     return stale, Metrics.from_stats(stats)

@@ -10,6 +10,7 @@ import copy
 import importlib
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,17 +32,13 @@ NEED_MEANS = ("grpo_guard", "flow_dppo")
 LOSS_MODE = "actor_rollout_ref__actor__diffusion_loss__loss_mode"
 BYPASS = {"algorithm__rollout_correction__bypass_mode": "true"}
 BAND = RolloutCorrectionConfig(bypass_mode=True, rollout_rs="token_k1", rollout_rs_threshold=(0.9999, 1.0001))
-MODULE = """
-from verl_omni.trainer.diffusion.v1 import PolicyGradientDiffusionTrainerV1Sync, register_diffusion_trainer
 
-from flowcorr.integrations.verl_omni import register_losses
 
-@register_diffusion_trainer("sync")
-class Trainer(PolicyGradientDiffusionTrainerV1Sync):
-    pass
-
-register_losses()
-"""
+def module_of_the_page():
+    """The module `my_run` that users paste."""
+    page = (Path(__file__).parents[2] / "flowcorr" / "correction" / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(# my_run.py.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    return code
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +148,9 @@ def test_its_own_section_is_read(omni, rollout, dataclass):
 
 
 def test_external_modules_bring_a_trainer_and_the_losses(omni, tmp_path):
-    (tmp_path / "my_run.py").write_text(MODULE)
+    (tmp_path / "my_run.py").write_text(
+        f"{module_of_the_page()}\nfrom flowcorr.integrations.verl_omni import register_losses\n\nregister_losses()\n"
+    )
     script = (
         "import json, os, sys\n"
         f"sys.path.insert(0, {str(tmp_path)!r})\n"
@@ -219,6 +218,15 @@ def test_a_decoupled_step(run, mode, name):
     assert all(np.isfinite(value) for value in metrics.values())
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=0.01)
     assert batch.batch["rollout_log_probs"].shape == (32, 2)
+    assert max(value.abs().max().item() for value in moved.values()) > 0
+
+
+def test_the_module_of_the_page_corrects_a_step(run):
+    names = {}
+    exec(compile(module_of_the_page(), "my_run.py", "exec"), names)
+    metrics, _, moved = run(names["Trainer"])
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=0.01)
+    assert metrics["rollout_corr/rollout_is_std"] > 0
     assert max(value.abs().max().item() for value in moved.values()) > 0
 
 

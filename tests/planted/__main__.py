@@ -2,6 +2,7 @@
 
     python -m tests.planted tiny_ocr_lora                                  # a table, in some minutes
     python -m tests.planted tiny_ocr_lora sampling.guidance_scale=4 --fault adapter_scaled=0.5    # one report
+    python -m tests.planted tiny_ocr_lora --fault adapter_scaled --svg verdict.svg                # and its picture
 
 The table has the check that names a fault, or the rule that speaks at the first training step, the smallest size that
 was named and the next one that was not.
@@ -57,16 +58,22 @@ if __name__ == "__main__":
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--fault", metavar="NAME[=SIZE]", help="this one, with its report (default: all)")
+    parser.add_argument("--svg", metavar="FILE", help="save what the terminal shows as a picture")
     parser.add_argument("--prompts", type=int, default=NUM_PROMPTS)
     parser.add_argument("--float32", action=argparse.BooleanOptionalAction, help="see flowcorr doctor")
     arguments = parser.parse_intermixed_args()
     try:
         loaded = config.load(arguments.recipe, arguments.overrides)
         bench = Bench(loaded, num_prompts=arguments.prompts, float32=arguments.float32)
-        with printing_on(None) as console:
+        picture = None
+        if arguments.svg:
+            picture = Console(record=True, force_terminal=True, width=118, highlight=False)
+        with printing_on(picture) as console:
             if arguments.fault is None:
                 show_drill(bench, console)
             else:
                 show_fault(bench, loaded, arguments.fault, console)
+        if picture is not None:
+            picture.save_svg(arguments.svg, title="flowcorr doctor")
     except FlowcorrError as error:
         parser.error(str(error))
