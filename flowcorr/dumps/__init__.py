@@ -301,7 +301,7 @@ def load(path: Path) -> DumpedTerms:
 
 
 def load_loss(path: Path) -> LoggedLoss:
-    """Read the loss of the file of a step; its `loss_mode` may be any name.
+    """Read the loss from a step's file; its `loss_mode` may be any name.
 
     Raises:
         ConfigError: as `load`.

@@ -167,7 +167,7 @@ class Compared:
 
     @property
     def noise_errors(self) -> Tensor:
-        """`[B, T]`, `standard_errors` of each step, or of all steps together where that is more; 0 without a score."""
+        """The larger of the step's own and the whole window's `standard_errors`, `[B, T]`; 0 without a score."""
         finite = self.log_probs.isfinite()
         stds = over_elements(self.scores.stds, self.means)
         noise = ((self.rollout.window.next_latents - self.means) / stds)[finite].flatten(1)

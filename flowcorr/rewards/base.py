@@ -207,7 +207,7 @@ def reward_name(reward: Any) -> str:
 def _score_whole(
     reward: Reward, images: ImageArray, prompts: list[Prompt], name: str, on_error: OnError
 ) -> tuple[RewardOutput, dict[int, Exception | str]]:
-    """The scores of a batch, and why single samples raised, by place."""
+    """Score a batch; returns the scores, and the errors of single samples by place."""
     try:
         return as_reward_output(reward(images, prompts), len(prompts), name), {}
     except _NO_SAMPLES_FAULT:

@@ -47,10 +47,10 @@ def check_clip_options(reward: str, dtype: str, batch_size: int, **texts: str) -
 
 
 def _shown(value: object) -> str:
-    """A number as it is; of anything else, which may hold a key that belongs elsewhere, only the type."""
+    """A number as it is; only the type of any other value, which may be a misplaced secret."""
     return repr(value) if isinstance(value, (int, float)) else f"<{type(value).__name__}>"
 
 
 def is_number(value: object) -> bool:
-    """A finite number; true and false are none."""
+    """Whether `value` is a finite number; booleans are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

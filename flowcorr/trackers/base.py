@@ -23,10 +23,10 @@ class Tracker(Protocol):
         """Open the tracker for a run.
 
         Args:
-            run_name: what the run is called where runs are listed.
+            run_name: the run's name in the tracker's list of runs.
             out_dir: the run's folder; nothing is written outside of it.
-            resume_step: the last step that counts of a run that is continued; what was logged for later
-                steps is dropped. None for a new run, which replaces what an earlier one left behind.
+            resume_step: the last valid step of a resumed run; records of later steps are dropped. None for a new
+                run, which replaces the records of an earlier one.
 
         Raises:
             MissingExtraError: the tracker needs a package that is not installed.

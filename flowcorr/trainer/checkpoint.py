@@ -43,7 +43,7 @@ class FormatError(UnreadableError):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingState:
-    """Everything that a run needs to resume as if it had never stopped.
+    """State from which a run resumes as if it had never stopped.
 
     Attributes:
         step: training steps done.

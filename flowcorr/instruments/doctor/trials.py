@@ -98,7 +98,7 @@ class Trial(Compared):
         return max(0.0, float(1 - best.sum() / own.sum())) if own.any() else 0.0
 
     def fit(self, means: Tensor) -> Fit:
-        """How far the engine's step means lie from the actor's towards `means` `[B, T, *L]`."""
+        """Fit the engine's step means to the line from the actor's (0) to `means` `[B, T, *L]` (1)."""
         gap = ((self.engine_means - self.means).double().flatten(2)) / self.stds.double()[..., None]
         fault = ((means - self.means).double().flatten(2)) / self.stds.double()[..., None]
         size = fault.square().sum().clamp(min=1e-30)
@@ -251,7 +251,7 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
 
 @contextlib.contextmanager
 def _without_guidance(engine: RolloutEngine) -> Iterator[bool]:
-    """Context with guidance off in the engine's plan; yields false if the engine is in another process."""
+    """Turn guidance off in the engine's plan; yields false if the engine runs in another process."""
     if not isinstance(engine, _Planned):
         yield False
         return
@@ -290,7 +290,7 @@ def r_squared(means: Tensor, others: Tensor, stds: Tensor) -> Tensor:
 
 
 def asked_windows(config: Config, num_prompts: int, training_step: int) -> Tensor:
-    """The SDE steps `[B, T]` that the seeds give to the images of the first `num_prompts` groups."""
+    """SDE steps `[B, T]` of the images of the first `num_prompts` groups, drawn from the seeds."""
     groups = [group for group in range(num_prompts) for _ in range(config.rollout.n)]
     members = list(range(config.rollout.n)) * num_prompts
     seeds = {"seed": config.trainer.seed, "training_step": training_step}

@@ -243,7 +243,7 @@ def _curve(groups: Sequence[Group], metric: str, title: str, unit: str, *, zoom:
 
 
 def _pooled(band: Sequence[BandPoint], stride: int) -> list[BandPoint]:
-    """A band with one point for `stride` steps, at the last of them."""
+    """Merge every `stride` points of a band into one, at the last of their steps."""
     parts = [band[begin : begin + stride] for begin in range(0, len(band), stride)]
     return [
         (

@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A check, which asks about trials, about captured samples, or about both.
+    """A check of the doctor, about trials, about captured samples, or about both.
 
     Attributes:
         name: of the check, and the cause of its findings unless they name another.
-        trials: the question that it asks about trials of the engine at hand; empty where it asks none.
-        captured: likewise about captured samples.
-        blockers: checks whose failure makes the result on trials meaningless. Captured samples are replayed with what
-            was captured, so that none of their checks upsets another.
-        causes: what each cause that it names of captured samples means.
+        trials: the question about trials of the engine at hand; empty if there is none.
+        captured: the question about captured samples; empty if there is none.
+        blockers: checks whose failure makes the result on trials meaningless. Checks of captured samples have none,
+            because each replays its own captured values.
+        causes: the meaning of each cause that its findings on captured samples name.
     """
 
     name: str
