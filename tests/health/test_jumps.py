@@ -1,4 +1,4 @@
-"""A gap that leaves its own spread is told each time, at any size; one that grows or varies as before is not."""
+"""A gap that leaves its own spread is told, at any size; one that grows or varies as before is not."""
 
 import math
 
@@ -21,13 +21,13 @@ def gaps(count, *, level=3e-4, spread=0.15, seed=0):
     return (level * (spread * noise).exp()).tolist()
 
 
-def told(values, **kwargs):
-    """The steps at which a jump is told."""
+def told(values, cause="jump", **kwargs):
+    """The steps at which a jump or a rise is told."""
     monitor = HealthMonitor(Units())
     return [
         record["step"]
         for record in records(values, **kwargs)
-        if any(finding.cause == "jump" for finding in monitor.update(record))
+        if any(finding.cause == cause for finding in monitor.update(record))
     ]
 
 
@@ -61,9 +61,35 @@ def test_other_metrics_may_jump():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_chance_and_learning_are_no_jumps(seed):
-    assert told(gaps(100, spread=0.3, seed=seed)) == []
     growing = [value * math.exp(step / 10) for step, value in enumerate(gaps(60, seed=seed))]
-    assert told(growing) == []
+    for cause in ("jump", "rise"):
+        assert told(gaps(100, spread=0.3, seed=seed), cause) == []
+        assert told(growing, cause) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_gap_that_rises_by_less_than_a_jump_is_told_once_within_four_steps(seed):
+    values = gaps(40, seed=seed)
+    values[24:] = [3 * value for value in values[24:]]
+    assert told(values) == []
+    (step,) = told(values, "rise")
+    assert 27 <= step <= 28
+    (finding,) = examine_run(records(values), Units())
+    assert (finding.cause, finding.level, finding.fault) == ("rise", "warning", False)
+    assert finding.numbers["usual"] < finding.numbers["limit"] < finding.numbers["value"]
+
+
+def test_a_rise_of_four_steps_needs_sixteen_before_it():
+    values = gaps(30)
+    values[14:] = [3 * value for value in values[14:]]
+    assert told(values, "rise") == [20]
+
+
+def test_one_jump_is_no_rise():
+    values = gaps(30)
+    values[20] *= 1000
+    assert told(values) == [21]
+    assert told(values, "rise") == []
 
 
 def test_rounding_of_float32_is_no_jump():

@@ -19,7 +19,7 @@ from flowcorr.instruments.reference.interfaces import INTERFACES, rows_of
 from flowcorr.instruments.reference.keys import keys
 
 OF_SEVERAL_STEPS: Mapping[str, Rule] = {
-    rule.name: rule for rule in (image_drift.RULE, jumps.RULE, replicas.RULE)
+    rule.name: rule for rule in (image_drift.RULE, jumps.RULE, jumps.RISE, replicas.RULE)
 }
 """Findings that need several training steps, by their name."""
 
