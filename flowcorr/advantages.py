@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from flowcorr import metrics
 from flowcorr.distributed import gather_rows
 from flowcorr.errors import BatchError, ConfigError, unknown_choice
-from flowcorr.metrics import Metrics
+from flowcorr.metrics import Stats, mean
 from flowcorr.records import check_shape, check_tensor
 
 AdvantageStd = Literal["group", "global", "none"]
@@ -123,7 +123,7 @@ def most_varied(rewards: Tensor, group_ids: Tensor, count: int) -> Tensor:
 
 def selection_stats(
     rewards: Tensor, group_ids: Tensor, chosen: Tensor, *, std: AdvantageStd = "group"
-) -> Metrics:
+) -> Stats:
     """`reward/learned_advantage`: the mean of the chosen samples' advantages among all samples of their groups.
 
     It is the distance, in the unit of advantages, from the mean of a group to the mean of its chosen samples.
@@ -134,7 +134,13 @@ def selection_stats(
         chosen: `[B']`, places of the samples that are learned from.
     """
     advantages = group_advantages(rewards, group_ids, std=std)[chosen]
-    return Metrics.from_stats({"reward/learned_advantage": metrics.mean(advantages.sum(), len(chosen))})
+    return {"reward/learned_advantage": mean(advantages.sum(), len(chosen))}
+
+
+def whole_groups(group_ids: Tensor, failed: np.ndarray) -> Tensor:
+    """Indices `[B']` of the samples of groups without a sample that `failed` `[B]`."""
+    dropped = group_ids[torch.as_tensor(failed, device=group_ids.device)].unique()
+    return (~torch.isin(group_ids, dropped)).nonzero().squeeze(1)
 
 
 def drop_small_groups(keep: Tensor, group_ids: Tensor) -> Tensor:
@@ -148,7 +154,7 @@ def drop_small_groups(keep: Tensor, group_ids: Tensor) -> Tensor:
     return keep & (members >= 2)[groups].unsqueeze(1)
 
 
-def rejection_stats(keep: Tensor, group_ids: Tensor) -> Metrics:
+def rejection_stats(keep: Tensor, group_ids: Tensor) -> Stats:
     """Shares of groups that rejection dropped or thinned.
 
     `rollout_corr/dropped_group_fraction` counts groups without a kept term, `rollout_corr/partial_group_fraction`
@@ -157,12 +163,10 @@ def rejection_stats(keep: Tensor, group_ids: Tensor) -> Metrics:
     groups, sizes, kept = _kept_terms(group_ids, keep)
     num_kept = _sum_by_group(kept, groups, sizes)
     dropped, whole = num_kept == 0, num_kept == sizes * keep.shape[1]
-    return Metrics.from_stats(
-        {
-            "rollout_corr/dropped_group_fraction": metrics.mean(dropped.sum(), sizes.numel()),
-            "rollout_corr/partial_group_fraction": metrics.mean((~(dropped | whole)).sum(), sizes.numel()),
-        }
-    )
+    return {
+        "rollout_corr/dropped_group_fraction": mean(dropped.sum(), sizes.numel()),
+        "rollout_corr/partial_group_fraction": mean((~(dropped | whole)).sum(), sizes.numel()),
+    }
 
 
 def _kept_terms(group_ids: Tensor, keep: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 MAX_SHOWN = 120
@@ -34,9 +34,8 @@ class RolloutFault(BackendError):
         findings: the `flowcorr.health.finding.Finding`s, the worst first.
         metrics: what the step had measured.
         terms: the `flowcorr.dumps.DumpedTerms` of its samples on this rank; None where it has none.
-
-    Attributes:
-        workers: by rollout worker whose own samples prove a fault, the findings; empty where that was not asked.
+        by_worker: finds the rollout workers whose own samples prove a fault, and the findings of each; every rank has
+            to call it. None where samples are not told apart.
     """
 
     def __init__(
@@ -47,10 +46,11 @@ class RolloutFault(BackendError):
         findings: Sequence[Any] = (),
         metrics: Mapping[str, float] | None = None,
         terms: Any = None,
+        by_worker: Callable[[RolloutFault], Mapping[int, Sequence[Any]]] | None = None,
     ) -> None:
         super().__init__(message)
         self.step, self.findings, self.metrics, self.terms = step, findings, metrics or {}, terms
-        self.workers: Mapping[int, Sequence[Any]] = {}
+        self.by_worker = by_worker
 
 
 class CheckpointError(FlowcorrError, RuntimeError):

@@ -100,6 +100,10 @@ class Stat:
     parts: tuple[Number, ...]
 
 
+Stats = dict[str, Stat]
+"""The stats of one micro-batch, by the names of their metrics."""
+
+
 def mean(total: Number, count: Number) -> Stat:
     """Mean of `count` terms that sum to `total`; not logged for a count of 0."""
     return Stat("mean", (total, count))
@@ -155,39 +159,41 @@ class Over:
 
 
 class Metrics:
-    """Named stats of any number of micro-batches; immutable. One name has one kind."""
+    """Named stats of any number of micro-batches; immutable. One name has one kind.
 
-    __slots__ = ("_stats",)
+    Args:
+        batches: metrics, or the stats of one micro-batch; the result is that of all of them together.
+    """
 
-    def __init__(self, stats: Iterable[tuple[str, Stat]] = ()) -> None:
-        self._stats = tuple(stats)
+    __slots__ = ("_batches",)
 
-    @classmethod
-    def from_stats(cls, stats: Mapping[str, Stat]) -> Metrics:
-        """The metrics of one micro-batch."""
-        return cls((name, Stat(stat.kind, tuple(map(_detached, stat.parts)))) for name, stat in stats.items())
+    def __init__(self, *batches: Metrics | Mapping[str, Stat]) -> None:
+        self._batches: tuple[Stats, ...] = tuple(
+            chain.from_iterable(
+                batch._batches if isinstance(batch, Metrics) else [_detached(batch)] for batch in batches
+            )
+        )
 
-    @classmethod
-    def merged(cls, batches: Iterable[Metrics]) -> Metrics:
-        """The metrics of all batches together."""
-        return cls(chain.from_iterable(batch._stats for batch in batches))
-
-    def merge(self, other: Metrics) -> Metrics:
-        """The metrics of both batches together."""
-        return Metrics(self._stats + other._stats)
+    def merge(self, other: Metrics | Mapping[str, Stat]) -> Metrics:
+        """The metrics of both together."""
+        return Metrics(self, other)
 
     def prefixed(self, prefix: str) -> Metrics:
         """The same metrics under `prefix + name`."""
-        return Metrics((prefix + name, stat) for name, stat in self._stats)
+        return self.renamed(lambda name: prefix + name)
 
     def renamed(self, rename: Callable[[str], str | None]) -> Metrics:
         """Rename metrics; a metric is dropped if `rename` returns None for it."""
-        names = ((rename(name), stat) for name, stat in self._stats)
-        return Metrics((name, stat) for name, stat in names if name is not None)
+        return Metrics(
+            *(
+                {new: stat for name, stat in batch.items() if (new := rename(name)) is not None}
+                for batch in self._batches
+            )
+        )
 
     def on_host(self) -> Metrics:
         """The same metrics, copied to the host at once and merged there to one stat a name."""
-        return Metrics((name, _stat(kind, rows)) for name, (kind, rows) in self._by_name().items())
+        return Metrics({name: _stat(kind, rows) for name, (kind, rows) in self._by_name().items()})
 
     def across_ranks(self, group: Group = None) -> Metrics:
         """The metrics of all ranks together, by one collective; a rank may lack some of them.
@@ -196,7 +202,7 @@ class Metrics:
         """
         if world_size(group) == 1:
             return self
-        return Metrics.merged(Metrics(stats) for stats in gather(self.on_host()._stats, "the metrics", group))
+        return Metrics(*gather(self.on_host(), "the metrics", group))
 
     def compute(self) -> dict[str, float]:
         """All values, by one copy to the host; metrics that saw no term are left out, and NaN is told from that."""
@@ -224,9 +230,10 @@ class Metrics:
 
     def _copied(self) -> Iterable[tuple[str, str, list[Parts]]]:
         """Name, kind and rows of parts of each stat, after one copy to the host."""
-        tensors = [part for _, stat in self._stats for part in stat.parts if isinstance(part, Tensor)]
+        stats = [pair for batch in self._batches for pair in batch.items()]
+        tensors = [part for _, stat in stats for part in stat.parts if isinstance(part, Tensor)]
         numbers = iter(_concatenated(tensors).tolist())
-        for name, stat in self._stats:
+        for name, stat in stats:
             columns = [
                 [next(numbers) for _ in range(part.numel())] if isinstance(part, Tensor) else [float(part)]
                 for part in stat.parts
@@ -240,7 +247,11 @@ def _stat(kind: str, rows: list[Parts]) -> Stat:
     return Stat(kind, tuple(torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True)))
 
 
-def _detached(part: Number) -> Number:
+def _detached(stats: Mapping[str, Stat]) -> Stats:
+    return {name: Stat(stat.kind, tuple(map(_without_graph, stat.parts))) for name, stat in stats.items()}
+
+
+def _without_graph(part: Number) -> Number:
     return part.detach() if isinstance(part, Tensor) and part.requires_grad else part
 
 

@@ -16,6 +16,7 @@ from flowcorr.advantages import (
     selection_stats,
 )
 from flowcorr.errors import BatchError, ConfigError
+from flowcorr.metrics import Metrics
 
 
 def test_group_std_against_hand_computed_numbers():
@@ -183,7 +184,7 @@ def test_recentring_against_hand_computed_numbers():
     assert drop_small_groups(keep, groups).any(1).tolist() == [True, True, False, True, True, False, False]
     # Group 0 is partly kept, group 1 whole; group 2 is partly kept, and then dropped.
     before, after = (
-        rejection_stats(mask, groups).compute() for mask in (keep, drop_small_groups(keep, groups))
+        Metrics(rejection_stats(mask, groups)).compute() for mask in (keep, drop_small_groups(keep, groups))
     )
     assert list(before.values()) == [0.0, pytest.approx(2 / 3)]
     assert list(after.values()) == [pytest.approx(1 / 3), pytest.approx(1 / 3)]
@@ -226,7 +227,7 @@ def test_dropped_are_the_groups_with_fewer_than_two_members_left(batch):
         here = groups == group
         members = int(keep[here].any(1).sum())
         assert torch.equal(dropped[here], keep[here] if members >= 2 else torch.zeros_like(keep[here]))
-    fraction = rejection_stats(dropped, groups).compute()["rollout_corr/dropped_group_fraction"]
+    fraction = Metrics(rejection_stats(dropped, groups)).compute()["rollout_corr/dropped_group_fraction"]
     assert fraction == sum(not dropped[groups == group].any() for group in groups.unique()) / len(
         groups.unique()
     )
@@ -311,9 +312,9 @@ def test_the_chosen_are_a_group_of_their_own_and_the_metric_tells_how_far_it_lie
     advantages = group_advantages(rewards[chosen], groups[chosen], eps=0.0)
     assert advantages.tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
     std = math.sqrt(1 / 6) + 1e-4
-    logged = selection_stats(rewards, groups, chosen).compute()
+    logged = Metrics(selection_stats(rewards, groups, chosen)).compute()
     assert logged == {"reward/learned_advantage": pytest.approx((5 / 6 - 1 / 6) / 2 / std, rel=1e-5)}
-    plain = selection_stats(rewards, groups, chosen, std="none").compute()
+    plain = Metrics(selection_stats(rewards, groups, chosen, std="none")).compute()
     assert plain == {"reward/learned_advantage": pytest.approx(1 / 3)}
 
 
@@ -327,7 +328,7 @@ def test_what_all_samples_share_cancels_among_the_chosen():
     among_chosen = group_advantages(rewards[chosen], groups[chosen])
     among_all = group_advantages(rewards, groups)[chosen]
     assert abs(float(among_chosen.mean())) < 1e-12
-    logged = selection_stats(rewards, groups, chosen).compute()["reward/learned_advantage"]
+    logged = Metrics(selection_stats(rewards, groups, chosen)).compute()["reward/learned_advantage"]
     assert logged == pytest.approx(float(among_all.mean()))
     assert abs(logged) > 0.1
 

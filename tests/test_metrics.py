@@ -31,7 +31,7 @@ def stats_of(values):
 
 
 def describe(values):
-    return Metrics.from_stats(stats_of(values))
+    return Metrics(stats_of(values))
 
 
 def std_of(values):
@@ -59,7 +59,7 @@ def test_each_kind_against_its_definition(values):
 def test_parts_merge_to_the_whole_however_they_are_cut(values, data):
     cut = data.draw(st.integers(0, len(values)))
     merged, whole = (
-        Metrics.merged([describe(values[:cut]), describe(values[cut:])]),
+        Metrics(describe(values[:cut]), describe(values[cut:])),
         describe(values),
     )
     assert merged.compute() == pytest.approx(whole.compute(), rel=1e-9, abs=1e-12)
@@ -76,7 +76,7 @@ WEIGHTS = [1.0, 2.0, 4.0, 4.0, 1.5]
 @pytest.mark.parametrize("cut", [0, 2])
 def test_effective_sample_size_has_no_unit(unit, cut):
     weights = [unit * weight for weight in WEIGHTS]
-    computed = Metrics.merged([describe(weights[:cut]), describe(weights[cut:])]).compute()
+    computed = Metrics(describe(weights[:cut]), describe(weights[cut:])).compute()
     share = sum(WEIGHTS) ** 2 / (len(WEIGHTS) * sum(weight**2 for weight in WEIGHTS))
     assert computed["ess"] == pytest.approx(share, rel=1e-12)
     assert computed["std"] == pytest.approx(unit * statistics.stdev(WEIGHTS), rel=1e-12)
@@ -95,7 +95,7 @@ def test_effective_sample_size_is_a_share(values):
 @pytest.mark.parametrize("cut", [0, 1, 2])
 def test_std_of_values_near_a_constant_does_not_cancel(cut):
     values = [1.0 + 1e-8, 1.0 - 1e-8, 1.0 + 3e-8]
-    computed = Metrics.merged([describe(values[:cut]), describe(values[cut:])]).compute()
+    computed = Metrics(describe(values[:cut]), describe(values[cut:])).compute()
     assert computed["std"] == pytest.approx(2e-8, rel=1e-7)
     assert computed["mean"] - 1.0 == pytest.approx(1e-8, rel=1e-7)
 
@@ -103,7 +103,7 @@ def test_std_of_values_near_a_constant_does_not_cancel(cut):
 def test_values_elsewhere_may_be_as_large_as_float32_is():
     x = torch.tensor([1.0, 2.0, 3e38])
     over = Over(x < 1e38)
-    found = Metrics.from_stats({"mean": over.mean(x), "std": over.std(x)}).compute()
+    found = Metrics({"mean": over.mean(x), "std": over.std(x)}).compute()
     assert found == pytest.approx({"mean": 1.5, "std": math.sqrt(0.5)})
 
 
@@ -115,15 +115,15 @@ def test_metrics_that_saw_no_term_are_left_out():
 
 
 def test_a_mean_that_is_not_finite_is_no_missing_one():
-    values = Metrics.from_stats({"mean": metrics.mean(math.nan, 3)})
-    assert math.isnan(values.merge(Metrics.from_stats({"mean": metrics.mean(1.0, 1)})).compute()["mean"])
+    values = Metrics({"mean": metrics.mean(math.nan, 3)})
+    assert math.isnan(values.merge(Metrics({"mean": metrics.mean(1.0, 1)})).compute()["mean"])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("kind", ["maximum", "minimum", "total"])
 def test_a_value_that_is_not_finite_is_shown(kind, bad):
     stat = getattr(metrics, kind)
-    one, other = (Metrics.from_stats({"x": stat(value)}) for value in (1.0, bad))
+    one, other = (Metrics({"x": stat(value)}) for value in (1.0, bad))
     expected = {"maximum": max, "minimum": min, "total": lambda *values: sum(values)}[kind](1.0, bad)
     for merged in (one.merge(other), other.merge(one)):
         found = merged.compute()["x"]
@@ -136,7 +136,7 @@ def test_one_term_has_a_std_of_zero():
 
 def test_metrics_by_index_merge_by_index():
     short, long = (
-        Metrics.from_stats({"step_{}/kl": metrics.mean(torch.tensor(sums), torch.tensor(counts))})
+        Metrics({"step_{}/kl": metrics.mean(torch.tensor(sums), torch.tensor(counts))})
         for sums, counts in (([1.0, 6.0], [1, 2]), ([3.0, 0.0, 0.0, 5.0], [1, 0, 0, 1]))
     )
     both = {"step_0/kl": 2.0, "step_1/kl": 3.0, "step_3/kl": 5.0}
@@ -153,9 +153,7 @@ def test_prefixes():
 
 
 def test_two_producers_of_one_name_are_a_mistake():
-    both = Metrics.from_stats({"loss": metrics.mean(1.0, 1)}).merge(
-        Metrics.from_stats({"loss": metrics.total(1.0)})
-    )
+    both = Metrics({"loss": metrics.mean(1.0, 1)}).merge(Metrics({"loss": metrics.total(1.0)}))
     with pytest.raises(AssertionError, match="loss has two producers"):
         both.compute()
 
@@ -169,13 +167,13 @@ def test_merging_changes_neither_side():
 
 
 def test_nothing_at_all():
-    assert Metrics().compute() == Metrics.from_stats({}).compute() == Metrics.merged([]).compute() == {}
+    assert Metrics().compute() == Metrics({}).compute() == Metrics().compute() == {}
     assert Metrics().across_ranks().compute() == {}
 
 
 def test_parts_are_detached_and_kept_in_float64():
-    one = Metrics.from_stats({"mean": metrics.mean(torch.tensor(1.0, requires_grad=True), 1)})
-    many = Metrics.merged([one] + [Metrics.from_stats({"mean": metrics.mean(1e-9, 0)})] * 1000)
+    one = Metrics({"mean": metrics.mean(torch.tensor(1.0, requires_grad=True), 1)})
+    many = Metrics(*[one] + [Metrics({"mean": metrics.mean(1e-9, 0)})] * 1000)
     assert many.compute()["mean"] == pytest.approx(1.0 + 1e-6, abs=1e-12)
 
 
@@ -188,7 +186,7 @@ def merged_over_ranks():
     over = Over(torch.ones(3, dtype=torch.bool))
     stats = {"mean": over.mean(x), "std": over.std(x), "max": over.max(x), "min": over.min(x)}
     stats["count"] = metrics.total(3)
-    return Metrics.from_stats(stats).across_ranks().compute()
+    return Metrics(stats).across_ranks().compute()
 
 
 def test_ranks_merge_to_the_whole_and_agree_in_every_bit(two_ranks):

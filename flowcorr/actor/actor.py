@@ -16,7 +16,7 @@ from flowcorr.actor.weights import TrainedWeights
 from flowcorr.config.schema import Config
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.models import Guidance, ModelFamily
-from flowcorr.records import ActorBatch, Rollout
+from flowcorr.records import ActorBatch, Rollout, Scores
 
 
 class DiffusionActor:
@@ -30,7 +30,7 @@ class DiffusionActor:
         weights: the trained weights, with their average and their files.
         scorer: scores SDE steps under the weights.
         optimizer: learns the weights.
-        score, log_probs: those of `Scorer`.
+        score: that of `Scorer`.
     """
 
     def __init__(self, family: ModelFamily, config: Config) -> None:
@@ -40,9 +40,24 @@ class DiffusionActor:
             self.weights.transformer.enable_gradient_checkpointing()
         self.scorer = Scorer(family, self.weights, config)
         self.optimizer = PolicyOptimizer(self.weights, self.scorer, config)
-        self.score, self.log_probs = self.scorer.score, self.scorer.log_probs
+        self.score = self.scorer.score
         # Sharded weights allow no pass of one rank alone, and on a CPU folding is never slower.
         self._measures_folding = self.weights.device.type == "cuda" and not self.weights.sharded
+
+    def log_probs(
+        self,
+        rollout: Rollout,
+        *,
+        with_means: bool = False,
+        guidance: Guidance | None = None,
+        filler_sample: Rollout | None = None,
+        observe: Observe | None = None,
+    ) -> Scores:
+        """Score a batch without gradients, in passes that fit the memory; see `Scorer.log_probs`."""
+        bound_passes(self.scorer, rollout)
+        return self.scorer.log_probs(
+            rollout, with_means=with_means, guidance=guidance, filler_sample=filler_sample, observe=observe
+        )
 
     @torch.enable_grad()  # a reward or metric of one's own may have turned gradients off for this thread
     def update(

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from flowcorr import distributed
-from flowcorr.actor.passes import is_bounded
 from flowcorr.actor.scoring import Scorer
 from flowcorr.devices import free_memory
 from flowcorr.records import Rollout
@@ -41,7 +40,7 @@ def bound_passes(scorer: Scorer, rollout: Rollout) -> None:
     Raises:
         torch.OutOfMemoryError: a GPU has no memory for a pass of one row.
     """
-    if scorer.rows is not None or not is_bounded(scorer.config.actor):
+    if scorer.is_measured:
         return
     if not all(distributed.gather(rollout.num_samples, "the samples of each rank")):
         return

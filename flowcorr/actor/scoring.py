@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flowcorr import distributed, sde
-from flowcorr.actor.passes import Passes, passes_of
+from flowcorr.actor.passes import Passes, is_bounded, passes_of
 from flowcorr.actor.weights import TrainedWeights
 from flowcorr.config.schema import Config, SamplingConfig
 from flowcorr.errors import BatchError
@@ -146,6 +146,16 @@ class Scorer:
     def passes(self) -> Passes:
         """Size of the passes that a batch is cut into."""
         return passes_of(self.config, self.rows)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the largest pass is known, or the configuration states it."""
+        return self.rows is not None or not is_bounded(self.config.actor)
+
+    @property
+    def fitting(self) -> int:
+        """Samples of a micro-batch that is thought to fit into the memory; 1 until that is measured."""
+        return self.passes.samples if self.is_measured else 1
 
     def micro_batches(self, num_samples: int) -> list[slice]:
         """Slices of the samples that go through the transformer together."""

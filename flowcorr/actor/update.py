@@ -128,7 +128,7 @@ class PolicyOptimizer:
         gap = self._gap_metrics(first_parts, correction, batch.rollout.num_elements)
         steps = self.config.sampling.num_inference_steps
         drifts = [score_drift(part.terms, steps) for part in first_parts if part.terms is not None]
-        return Update(metrics=Metrics.merged([*metrics, gap, *drifts]), parts=scored)
+        return Update(metrics=Metrics(*metrics, gap, *drifts), parts=scored)
 
     def mini_batches(self, batch: ActorBatch, training_step: int, epoch: int) -> Iterator[ActorBatch]:
         """The batch in `mini_batches` parts of whole groups, which do not depend on the number of ranks."""
@@ -294,7 +294,7 @@ class PolicyOptimizer:
         }
         if measures:
             stats["actor/mostly_rejected_updates"] = total(int(mostly_rejected and is_main))
-        return Metrics.from_stats(stats)
+        return Metrics(stats)
 
     def _gap_metrics(
         self, parts: Sequence[Part], correction: RolloutCorrectionConfig, num_elements: int
@@ -306,7 +306,7 @@ class PolicyOptimizer:
         workers, steps = self.config.rollout.num_workers, self.config.sampling.num_inference_steps
         bands = self.bands.observe(correction, terms, num_elements)
         corrections = [part.loss.correction_metrics for part in parts]
-        return Metrics.merged([*corrections, by_worker(terms, workers, steps), bands])
+        return Metrics(*corrections, by_worker(terms, workers, steps), bands)
 
     def _divide_gradients(self, counted: Tensor, counts: Sequence[Tensor]) -> list[Tensor]:
         """Turn each rank's gradient of its scaled loss sum into the gradient of the whole mini-batch's mean loss.
@@ -386,9 +386,9 @@ def _loss_metrics(batch: ActorBatch, parts: Sequence[Part]) -> Metrics:
     """The metrics of a mini-batch's losses, under `actor/`."""
     is_zero = batch.advantages == 0
     zeros = {"actor/zero_advantage_fraction": mean(is_zero.sum(), is_zero.numel())}
-    losses = Metrics.merged(part.loss.metrics for part in parts)
-    corrections = Metrics.merged(part.loss.correction_metrics for part in parts)
-    return Metrics.merged([losses, Metrics.from_stats(zeros), corrections.prefixed("actor/")])
+    losses = Metrics(*(part.loss.metrics for part in parts))
+    corrections = Metrics(*(part.loss.correction_metrics for part in parts))
+    return Metrics(losses, zeros, corrections.prefixed("actor/"))
 
 
 def _counted(batch: ActorBatch, samples: Tensor) -> LossOutput:

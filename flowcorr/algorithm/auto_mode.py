@@ -95,9 +95,7 @@ class AutoMode:
             for end, value in ends.items()
             if math.isfinite(value)  # too few terms bound it
         }
-        return Metrics.from_stats(
-            {"rollout_corr/bypass": mean(int(correction.mode == "bypass"), 1), **quantiles}
-        )
+        return Metrics({"rollout_corr/bypass": mean(int(correction.mode == "bypass"), 1), **quantiles})
 
     def state(self) -> dict[str, Tensor]:
         """The state for a checkpoint; empty if the mode is fixed by the configuration."""

@@ -199,7 +199,7 @@ def _described(criterion: Criterion, history: _History, ratios: LogRatios, steps
             metrics[prefix + "high"] = _known(torch.exp(-low))
         else:
             metrics[prefix + "high"] = _known(from_near_normal(mode, high))
-    return Metrics.from_stats(metrics)
+    return Metrics(metrics)
 
 
 def _known(values: Tensor) -> Stat:

@@ -10,13 +10,13 @@ from torch import Tensor
 from flowcorr.correction.exponents import k3
 from flowcorr.correction.ratios import log_ratios
 from flowcorr.distributed import gather
-from flowcorr.metrics import Metrics, mean
+from flowcorr.metrics import Stats, mean
 from flowcorr.records import Terms
 
 _LABEL = "the gap at each step"
 
 
-def by_worker(parts: Sequence[Terms], num_workers: int, num_steps: int) -> Metrics:
+def by_worker(parts: Sequence[Terms], num_workers: int, num_steps: int) -> Stats:
     """`rollout_corr/worker_{}/logprob_abs_diff`, `k3_kl` and `relative_gap`, by the worker that sampled.
 
     The relative gap divides a worker's gap by the mean gap of all workers at the same steps of the schedule, since gaps
@@ -28,11 +28,11 @@ def by_worker(parts: Sequence[Terms], num_workers: int, num_steps: int) -> Metri
         num_steps: `S`, steps of the schedule.
     """
     if num_workers < 2:
-        return Metrics()
+        return {}
     known = [part.windows() for part in parts if part.worker is not None and part.log_prob.numel()]
     if not known:  # all groups of this rank were dropped
         gather(None, _LABEL)
-        return Metrics()
+        return {}
     terms = Terms.concatenate(known)
     assert terms.worker is not None
     ratios = log_ratios(terms.log_prob, terms.rollout_log_prob, terms.keep)
@@ -47,7 +47,7 @@ def by_worker(parts: Sequence[Terms], num_workers: int, num_steps: int) -> Metri
         "k3_kl": mean(k3(ratios.delta).flatten() @ of_worker, count),
         "relative_gap": mean(gap @ of_worker, (valid * at_its_step) @ of_worker),
     }
-    return Metrics.from_stats({f"rollout_corr/worker_{{}}/{name}": stat for name, stat in stats.items()})
+    return {f"rollout_corr/worker_{{}}/{name}": stat for name, stat in stats.items()}
 
 
 def _one_hot(places: Tensor, count: int) -> Tensor:

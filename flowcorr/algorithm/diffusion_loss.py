@@ -100,7 +100,7 @@ def _with_reference_kl(output: LossOutput, terms: Terms, kl: Tensor, actor_confi
         keep = keep & terms.keep
     kl = torch.where(keep, kl, 0.0)
     kl_sum = (kl * terms.step if actor_config.kl_weighting == "flow_grpo" else kl).sum()
-    metrics = Metrics.from_stats({"actor/kl_loss": mean(kl_sum, keep.sum())})
+    metrics = Metrics({"actor/kl_loss": mean(kl_sum, keep.sum())})
     return replace(
         output,
         loss_sum=output.loss_sum + actor_config.kl_coef * kl_sum,

@@ -43,7 +43,7 @@ def clip_noise(log_ratio: Tensor, mask: Tensor | None, level: RatioLevel, limit:
     bins = torch.bucketize(distance, edges(distance.device), right=True)
     # Sums of ones are exact in any order.
     counts = distance.new_zeros(len(EDGES) + 1).index_add(0, bins.flatten(), valid.double().flatten())
-    return Metrics.from_stats(
+    return Metrics(
         {
             "rollout_corr/clip_noise_fraction": Over(valid).share(distance > 1),
             _COUNTS: Stat("counts", (counts,)),

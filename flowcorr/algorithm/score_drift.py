@@ -17,7 +17,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from flowcorr.metrics import Metrics, mean
+from flowcorr.metrics import Stats, mean
 from flowcorr.records import ActorBatch, Scores, Terms
 from flowcorr.sde.transition import over_elements
 
@@ -139,7 +139,7 @@ def drift_squares(
     return drift.squares()[0]
 
 
-def score_drift(terms: Terms, num_steps: int | None = None) -> Metrics:
+def score_drift(terms: Terms, num_steps: int | None = None) -> Stats:
     """`rollout_corr/score_drift` and that of each step: the squared drift as a share of the squared signal.
 
     Args:
@@ -147,14 +147,12 @@ def score_drift(terms: Terms, num_steps: int | None = None) -> Metrics:
         num_steps: steps of the schedule; None reads it off the terms.
     """
     if terms.drift_square is None or terms.gradient_square is None or not terms.step_index.numel():
-        return Metrics()
+        return {}
     count = int(terms.step_index.max()) + 1 if num_steps is None else num_steps
     squares = torch.stack([terms.drift_square, terms.gradient_square]).flatten(1).double().nan_to_num(0.0)
     by_step = squares.new_zeros(2, count).index_add_(1, terms.step_index.flatten(), squares)
     drift, signal = by_step
-    return Metrics.from_stats(
-        {
-            "rollout_corr/score_drift": mean(drift.sum(), signal.sum()),
-            "rollout_corr/step_{}/score_drift": mean(drift, signal),
-        }
-    )
+    return {
+        "rollout_corr/score_drift": mean(drift.sum(), signal.sum()),
+        "rollout_corr/step_{}/score_drift": mean(drift, signal),
+    }

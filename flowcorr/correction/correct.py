@@ -174,7 +174,7 @@ def compute_rollout_correction_and_rejection_mask(
         # Self-normalised weights have the mean 1: they re-weigh terms and leave the size of the loss as it was.
         weights = weights / batch_mean(mean_weight, group)
     applied = weights.float() if weights is not None and rollout_is_apply else None
-    return Correction(weights=applied, keep=keep, metrics=Metrics.from_stats(metrics))
+    return Correction(weights=applied, keep=keep, metrics=Metrics(metrics))
 
 
 def _schedule_length(step_indices: Tensor | None, num_steps: int | None) -> int:

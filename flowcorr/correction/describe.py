@@ -15,9 +15,8 @@ from torch import Tensor
 from flowcorr.correction.bounds import Band, Criterion
 from flowcorr.correction.exponents import bounded, k3
 from flowcorr.correction.ratios import LogRatios, log_ratios
-from flowcorr.metrics import Metrics, Over, Stat, maximum, mean, minimum
+from flowcorr.metrics import Over, Stat, Stats, maximum, mean, minimum
 
-Stats = dict[str, Stat]
 Bound = float | Tensor
 
 SIZES = ("kl", "k3_kl", "logprob_abs_diff_mean", "logprob_abs_diff_max", "exact_kl")
@@ -58,7 +57,7 @@ def drift_metrics(
     mask: Tensor | None = None,
     step_kl: Tensor | None = None,
     prefix: str,
-) -> Metrics:
+) -> Stats:
     """The size of a drift alone: the metrics `SIZES` under `prefix`.
 
     Args:
@@ -67,7 +66,7 @@ def drift_metrics(
         step_kl: `[B, T]`, exact KL of each step a latent element, where known.
     """
     stats = of_drift(log_ratios(target_log_prob, rollout_log_prob, mask, step_kl))
-    return Metrics.from_stats({prefix + name: stat for name, stat in stats.items() if name in SIZES})
+    return {prefix + name: stat for name, stat in stats.items() if name in SIZES}
 
 
 def of_bookkeeping(ratios: LogRatios, num_elements: int) -> Stats:

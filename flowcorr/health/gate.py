@@ -21,6 +21,8 @@ from flowcorr.health.table import rows_of, rules_of
 from flowcorr.metrics import Metrics
 from flowcorr.questions.question import EQUALITY
 
+FaultsByWorker = Callable[[RolloutFault], Mapping[int, Sequence[Finding]]]
+
 
 class Gate:
     """Judges the training steps of a run by all rules whose row states a `fault`.
@@ -34,13 +36,20 @@ class Gate:
         self._config, self._rules = config, rules_of(rows_of(config)) if stops else ()
         self._streaks: Counter[str] = Counter()
 
-    def check(self, step: int, metrics: Metrics, evidence: Callable[[], DumpedTerms | None]) -> None:
+    def check(
+        self,
+        step: int,
+        metrics: Metrics,
+        evidence: Callable[[], DumpedTerms | None],
+        by_worker: FaultsByWorker | None = None,
+    ) -> None:
         """Judge metrics of a training step, merged over all ranks, so that all of them decide alike.
 
         Args:
             step: the training step.
             metrics: all that is known so far. Of a rule with patience, each call that has the metric counts.
             evidence: makes the terms that an error carries.
+            by_worker: see `RolloutFault`.
 
         Raises:
             RolloutFault: a value is beyond what its rule calls a fault.
@@ -62,6 +71,7 @@ class Gate:
                 findings=findings,
                 metrics=values,
                 terms=evidence(),
+                by_worker=by_worker,
             )
 
     def faults(self, values: Mapping[str, float]) -> list[Finding]:

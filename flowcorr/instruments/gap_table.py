@@ -18,6 +18,7 @@ from flowcorr.instruments.faults import delta
 from flowcorr.instruments.gap_words import two_digits
 from flowcorr.instruments.outcome import Column, Table
 from flowcorr.losses import clip_by_term, resolve_loss
+from flowcorr.metrics import Metrics
 from flowcorr.records import Terms
 
 QUANTILES = (0.5, 0.9, 0.99)  # of |delta log p|, that the table shows
@@ -92,7 +93,7 @@ def step_table(gap: Gap) -> Table:
     log_ratio, kl, sigmas, rows = delta(gap.terms), gap.terms.old_rollout_kl, gap.terms.sigma, []
     assert kl is not None, "a gap has exact KLs"
     assert sigmas is not None, "a gap has noise levels"
-    drifts = score_drift(gap.terms).compute()
+    drifts = Metrics(score_drift(gap.terms)).compute()
     for index, here in gap.by_step():
         sigma = float(sigmas[here][0])
         rows.append(

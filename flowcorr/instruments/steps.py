@@ -42,7 +42,7 @@ from flowcorr.instruments.step_files import (
 )
 from flowcorr.losses import clip_by_term, flow_grpo, resolve_loss
 from flowcorr.losses.table import CLIP
-from flowcorr.metrics import Metrics, maximum
+from flowcorr.metrics import Metrics, Stats, maximum
 from flowcorr.records import Terms
 from flowcorr.rewards import RewardOutput
 from flowcorr.rewards.statistics import reward_metrics
@@ -409,7 +409,7 @@ def step_metrics(
         )
         metrics = metrics.merge(score_drift(terms, setting.num_steps))
     if terms.num_elements is not None:
-        metrics = metrics.merge(Metrics.from_stats({"rollout/num_elements": maximum(terms.num_elements)}))
+        metrics = metrics.merge({"rollout/num_elements": maximum(terms.num_elements)})
     if dumped.current_log_probs is not None:
         trained = terms.select((slice(None), _trained_columns(dumped, scored)))
         metrics = metrics.merge(_of_update(trained, actor))
@@ -427,7 +427,7 @@ def _of_update(terms: Terms, actor: ActorConfig) -> Metrics:
     return without_clipped_shares(metrics) if actor.clip_ratio == UNBOUNDED else metrics
 
 
-def _of_rewards(terms: DumpedTerms) -> Metrics:
+def _of_rewards(terms: DumpedTerms) -> Stats:
     """The `reward/*` metrics of training that follow from the rewards alone."""
     assert terms.rewards is not None
     scores, known = terms.rewards.double().numpy(), ["reward/mean", "reward/std"]
@@ -436,4 +436,4 @@ def _of_rewards(terms: DumpedTerms) -> Metrics:
         groups = terms.group_ids.numpy()
         known.append("reward/zero_std_group_fraction")
     logged = reward_metrics(RewardOutput(scores=scores), ~np.isfinite(scores), groups)
-    return logged.renamed(lambda name: name if name in known else None)
+    return {name: logged[name] for name in known}

@@ -205,7 +205,7 @@ def output(loss: Tensor, terms: MaskedTerms, stats: Mapping[str, Stat]) -> LossO
         loss_sum=loss.sum(),
         count_all=finite,
         count_kept=terms.keep.sum(),
-        metrics=Metrics.from_stats({**stats, "nonfinite_fraction": nonfinite}).prefixed("actor/"),
+        metrics=Metrics({**stats, "nonfinite_fraction": nonfinite}).prefixed("actor/"),
     )
 
 

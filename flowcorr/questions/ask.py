@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from flowcorr.errors import ConfigError
-from flowcorr.metrics import Metrics, Stat, maximum, mean
+from flowcorr.metrics import Stat, Stats, maximum, mean
 from flowcorr.questions.compared import Compared
 from flowcorr.questions.question import Question
 
 
-def ask(compared: Compared, questions: Iterable[Question]) -> Metrics:
+def ask(compared: Compared, questions: Iterable[Question]) -> Stats:
     """Answer questions, by the names of their metrics; a question is left out if the rollout lacks its inputs.
 
     Raises:
         ConfigError: a number is no tensor with a row for each sample.
     """
     answers = {question.logged_as: _answer(question, compared) for question in questions}
-    return Metrics.from_stats({name: stat for name, stat in answers.items() if stat is not None})
+    return {name: stat for name, stat in answers.items() if stat is not None}
 
 
 def _answer(question: Question, compared: Compared) -> Stat | None:

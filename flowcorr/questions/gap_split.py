@@ -33,7 +33,7 @@ from flowcorr.algorithm.terms import exact_kl
 from flowcorr.config.schema import Config
 from flowcorr.correction.describe import drift_metrics
 from flowcorr.errors import BackendError
-from flowcorr.metrics import Metrics
+from flowcorr.metrics import Stats
 from flowcorr.records import Rollout, Scores
 from flowcorr.rollout import Weights
 
@@ -47,7 +47,7 @@ def splits_gap(config: Config, step: int) -> bool:
 
 def measure_gap_split(
     actor: DiffusionActor, history: Sequence[Weights], rollout: Rollout, old: Scores | None
-) -> Metrics:
+) -> Stats:
     """`rollout_corr/engine/*` and `rollout_corr/staleness/*` of the whole batch, before the update.
 
     Both use the terms for which all three policies are finite, so that their means add up to the mean gap.
@@ -79,7 +79,7 @@ def measure_gap_split(
             ("staleness", current, behaviour.log_probs, behaviour.means),
         )
     )
-    return engine.merge(staleness)
+    return engine | staleness
 
 
 def old_scores(

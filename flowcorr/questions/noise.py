@@ -16,7 +16,7 @@ from torch import Tensor
 from flowcorr import distributed, sde
 from flowcorr.actor import DiffusionActor
 from flowcorr.config.schema import Config
-from flowcorr.metrics import Metrics, Stat, maximum, mean
+from flowcorr.metrics import Metrics, Stat, Stats, maximum, mean
 from flowcorr.questions.compared import Compared, beside_seeds, standard_errors
 from flowcorr.questions.residual_terms import in_common, terms
 from flowcorr.records import Rollout, Scores
@@ -66,7 +66,7 @@ class FirstScores:
         self._beside += sums.sum(1).cpu()
         if len(noise):
             stats["rollout/noise_z_max"] = maximum(standard_errors(sums).max())
-        self._parts.append(Metrics.from_stats(stats))
+        self._parts.append(Metrics(stats))
 
     def metrics(self) -> Metrics:
         """`rollout/noise_*` and terms of residuals, of all that was added. All ranks have to call it together."""
@@ -80,7 +80,7 @@ class FirstScores:
             "rollout/noise_shared_by": shared,
             "rollout/noise_z_max": maximum(standard_errors(beside[:, None])[0]),
         }
-        return Metrics.merged([*self._parts, Metrics.from_stats(stats), self._residuals.metrics()])
+        return Metrics(*self._parts, stats, self._residuals.metrics())
 
     def _std(self, log_probs: Tensor, stds: Tensor, num_elements: int) -> Stat:
         """The std around 0 that the rollout's own log-probs imply; a difference of the means does not change it."""
@@ -146,9 +146,11 @@ class WindowResiduals:
             self._common.index_add_(0, places, residuals.sum(1).flatten(1))
             self._num_terms.index_add_(0, places, finite.flatten(1).sum(1))
 
-    def metrics(self) -> Metrics:
+    def metrics(self) -> Stats:
         """Metrics of everything that was added. All ranks have to call it together."""
-        parts = [terms(name, sums[..., 0] / sums[..., 1]) for name, sums in self._sums.items()]
+        stats: Stats = {}
+        for name, sums in self._sums.items():
+            stats |= terms(name, sums[..., 0] / sums[..., 1])
         if self._velocity:
             squares = self._sums["velocity_length"][:, 0, 1]
             # The mean residual over the root mean square of the way.
@@ -158,8 +160,8 @@ class WindowResiduals:
             # A group without a finite score has none; it would be part of the mean of all groups after it.
             common = common[common.isfinite().all(1)]
             if distributed.is_main():
-                parts.append(terms("velocity_common", in_common(common)))
-        return Metrics.merged(parts)
+                stats |= terms("velocity_common", in_common(common))
+        return stats
 
     def _fit(self, name: str, places: Tensor, residuals: Tensor, directions: list[Tensor]) -> None:
         """Add to the least-squares fit of residuals `[b, ...]` to each of some directions."""

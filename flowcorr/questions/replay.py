@@ -34,9 +34,8 @@ import torch
 from torch import Tensor
 
 from flowcorr.actor import DiffusionActor
-from flowcorr.config.schema import Config
 from flowcorr.errors import BackendError
-from flowcorr.metrics import Metrics, maximum, mean
+from flowcorr.metrics import Stats, maximum, mean
 from flowcorr.models import ModelFamily
 from flowcorr.questions.compared import Compared, velocity_gaps
 from flowcorr.questions.gap_split import behaviour_weights
@@ -57,6 +56,7 @@ class Replay:
 
     Attributes:
         window: `[1]`, relative error of the velocity in the SDE window.
+        unit: of the errors of the legs, see `window_units`.
         legs: `[1]` by leg that has steps, relative error of the mean velocity.
         decode: mean absolute difference of the pixels, in grey levels of 255; infinite where the training stack's own
             pixels are not finite.
@@ -64,20 +64,19 @@ class Replay:
     """
 
     window: Tensor
+    unit: float
     legs: Mapping[LegName, Tensor]
     decode: float
     residuals: Mapping[str, Tensor]
 
 
-def replays(config: Config, step: int) -> bool:
-    """Whether a training step replays images: the first does, then every one of `rollout.replay_every` steps."""
-    every = config.rollout.replay_every
-    return every > 0 and (step == 1 or step % every == 0)
-
-
 @torch.no_grad()
 def replay_images(
-    actor: DiffusionActor, history: Sequence[Weights], rollout: Rollout, training_step: int
+    actor: DiffusionActor,
+    history: Sequence[Weights],
+    rollout: Rollout,
+    training_step: int,
+    usual_gap: float,
 ) -> tuple[list[Replay], WindowResiduals]:
     """Replay each image of a rollout under the weights that sampled it.
 
@@ -89,6 +88,7 @@ def replay_images(
         history: the versions that the engine keeps.
         rollout: with its images and its final latents, and the training stack's own conditioning.
         training_step: seeded its noise.
+        usual_gap: the largest relative error of a velocity that precision explains.
 
     Returns:
         A replay of each image, and the residuals of their windows; all ranks have to compute their metrics together.
@@ -103,42 +103,42 @@ def replay_images(
             for place in (rollout.policy_versions == version).nonzero().flatten().tolist():
                 image = rollout.select(slice(place, place + 1))
                 compared = Compared(rollout=image, actor=actor, training_step=training_step)
-                by_place[place] = _replay(compared)
+                by_place[place] = _replay(compared, usual_gap)
                 window.add(compared)
     return [by_place[place] for place in sorted(by_place)], window
 
 
-def replay_metrics(replays: Sequence[Replay], usual_gap: float) -> Metrics:
+def replay_metrics(replays: Sequence[Replay]) -> Stats:
     """`rollout_corr/replay/*` but `reward`, mean errors of the legs and largest other gaps, and the residuals' terms.
 
     Args:
         replays: of this rank's images.
-        usual_gap: the largest relative error of a velocity that precision explains.
     """
     if not replays:
-        return Metrics()
+        return {}
     stats = {
         "rollout_corr/replay/window": mean(sum(float(one.window) for one in replays), len(replays)),
         "rollout_corr/replay/decode": maximum(max(one.decode for one in replays)),
     }
     for name in dict.fromkeys(name for one in replays for name in one.legs):
         having = [one for one in replays if name in one.legs]
-        whole = sum(float(window_units(one.window, usual_gap)) for one in having)
-        stats[f"rollout_corr/replay/{name}"] = mean(sum(float(one.legs[name]) for one in having), whole)
-    names = dict.fromkeys(name for one in replays for name in one.residuals)
-    residuals = [
-        terms(name, torch.cat([one.residuals[name] for one in replays if name in one.residuals]))
-        for name in names
-    ]
-    return Metrics.merged([Metrics.from_stats(stats), *residuals])
+        stats[f"rollout_corr/replay/{name}"] = mean(
+            sum(float(one.legs[name]) for one in having), sum(one.unit for one in having)
+        )
+    for residual in dict.fromkeys(name for one in replays for name in one.residuals):
+        values = [one.residuals[residual] for one in replays if residual in one.residuals]
+        stats |= terms(residual, torch.cat(values))
+    return stats
 
 
-def _replay(compared: Compared) -> Replay:
+def _replay(compared: Compared, usual_gap: float) -> Replay:
     """The replay of a rollout of one image, from its noise to its pixels."""
     legs = repeat_outside(compared)
     residuals = _decoded(compared.actor.family, compared.rollout)
+    window = velocity_gaps(compared.means_of_seeds, compared.means, compared.still)
     return Replay(
-        window=velocity_gaps(compared.means_of_seeds, compared.means, compared.still),
+        window=window,
+        unit=float(window_units(window, usual_gap)),
         legs={name: errors for name, (errors, _) in errors_by_leg(legs).items()},
         decode=_image_error(residuals),
         residuals={**residuals, **_of_path(legs)},
@@ -146,7 +146,7 @@ def _replay(compared: Compared) -> Replay:
 
 
 @torch.no_grad()
-def decoder_metrics(family: ModelFamily, rollout: Rollout) -> Metrics:
+def decoder_metrics(family: ModelFamily, rollout: Rollout) -> Stats:
     """`rollout_corr/replay/decode` and the residuals' terms of images, of a rollout of one image.
 
     Raises:
@@ -154,9 +154,9 @@ def decoder_metrics(family: ModelFamily, rollout: Rollout) -> Metrics:
     """
     residuals = _decoded(family, rollout)
     stats = {"rollout_corr/replay/decode": maximum(_image_error(residuals))}
-    return Metrics.merged(
-        [Metrics.from_stats(stats), *(terms(name, values) for name, values in residuals.items())]
-    )
+    for name, values in residuals.items():
+        stats |= terms(name, values)
+    return stats
 
 
 def _image_error(residuals: Mapping[str, Tensor]) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from flowcorr.metrics import Metrics, Stat, maximum
+from flowcorr.metrics import Metrics, Stat, Stats, maximum
 
 PREFIX = "rollout_corr/residual/"
 UNSEEN = "/unseen"
@@ -47,7 +47,7 @@ def in_common(residuals: Tensor) -> Tensor:
     return (residuals[1:] * before).sum(1, dtype=torch.float64)
 
 
-def terms(name: str, values: Tensor) -> Metrics:
+def terms(name: str, values: Tensor) -> Stats:
     """Sum up a training step's terms of a residual; terms that are not finite are left out.
 
     Args:
@@ -57,11 +57,11 @@ def terms(name: str, values: Tensor) -> Metrics:
     values = values.double().flatten(1) if values.dim() > 1 else values.double().unsqueeze(1)
     values = values[values.isfinite().all(1)]
     if not len(values):
-        return Metrics()
+        return {}
     mean = values.mean(0)
     count = torch.full_like(mean, len(values))
     stat = Stat("moments", (count, mean, (values - mean).square().sum(0)))
-    return Metrics.from_stats({f"{_TERMS}{name}/{{}}": stat})
+    return {f"{_TERMS}{name}/{{}}": stat}
 
 
 def radius(count: float, std: Tensor, alpha: float) -> Tensor:
@@ -100,7 +100,7 @@ class Residuals:
     def __init__(self) -> None:
         self._terms = Metrics()
 
-    def observe(self, metrics: Metrics) -> Metrics:
+    def observe(self, metrics: Metrics) -> Stats:
         """Add the terms of a training step, of all ranks.
 
         Returns:
@@ -124,7 +124,7 @@ class Residuals:
             stats[f"{PREFIX}{name}"] = maximum(least)
             if math.isfinite(most):
                 stats[f"{PREFIX}{name}{UNSEEN}"] = maximum(most)
-        return Metrics.from_stats(stats)
+        return stats
 
     def state(self) -> dict[str, Tensor]:
         """The state for a checkpoint."""
@@ -135,4 +135,4 @@ class Residuals:
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Load the result of `state`."""
         stats = {name: Stat("moments", tuple(rows.unbind(1))) for name, rows in state.items()}
-        self._terms = Metrics.from_stats(stats)
+        self._terms = Metrics(stats)

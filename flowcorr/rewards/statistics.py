@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from flowcorr.metrics import Metrics, Over, mean, total
+from flowcorr.metrics import Over, Stats, mean, total
 from flowcorr.records import ImageArray
 from flowcorr.rewards.base import RewardOutput
 from flowcorr.rewards.jpeg import BYTES_PER_KB, jpeg_kilobytes
@@ -43,20 +43,18 @@ def diversity(images: ImageArray, groups: np.ndarray) -> np.ndarray:
     )
 
 
-def image_metrics(images: ImageArray, groups: np.ndarray, whole: np.ndarray) -> Metrics:
+def image_metrics(images: ImageArray, groups: np.ndarray, whole: np.ndarray) -> Stats:
     """The `reward/image/*` metrics: means over the first `PER_GROUP` images of each group for which `whole` is true."""
     rows = [np.flatnonzero((groups == group) & whole)[:PER_GROUP] for group in np.unique(groups)]
     rows = [members for members in rows if len(members)]
     if not rows:
-        return Metrics()
+        return {}
     values = image_statistics(images[row] for members in rows for row in members)
     values["diversity"] = np.concatenate([diversity(images[members], members * 0) for members in rows])
-    return Metrics.from_stats(
-        {f"reward/image/{name}": mean(float(value.sum()), len(value)) for name, value in values.items()}
-    )
+    return {f"reward/image/{name}": mean(float(value.sum()), len(value)) for name, value in values.items()}
 
 
-def reward_metrics(scored: RewardOutput, failed: np.ndarray, groups: np.ndarray) -> Metrics:
+def reward_metrics(scored: RewardOutput, failed: np.ndarray, groups: np.ndarray) -> Stats:
     """The `reward/*` metrics of a step, over the samples that were scored.
 
     Args:
@@ -79,7 +77,7 @@ def reward_metrics(scored: RewardOutput, failed: np.ndarray, groups: np.ndarray)
     for name, values in scored.extra.items():  # a rank may lack some of them
         finite = values[np.isfinite(values)]
         stats[f"reward/{name}"] = mean(float(finite.sum()), len(finite))
-    return Metrics.from_stats(stats)
+    return stats
 
 
 def _statistics(frames: np.ndarray) -> dict[str, float]:

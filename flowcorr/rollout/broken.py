@@ -7,9 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flowcorr.config.engines import resolve_engine
-from flowcorr.config.schema import Config
-
 
 def find_broken(
     latents: Sequence[Tensor], finite_images: Tensor, *, samples_in: str, decodes_in: str
@@ -22,7 +19,7 @@ def find_broken(
         latents: `[B, ...]` tensors of the trajectories.
         finite_images: `[B]` bool, see `Rollout`.
         samples_in: key and value of the dtype that the transformer samples in, such as `rollout.dtype=float16`.
-        decodes_in: likewise of the VAE, see `decoder_dtype`.
+        decodes_in: likewise of the VAE, see `flowcorr.rollout.precision.decoder_dtype`.
     """
     lost = ~torch.stack([part.isfinite().flatten(1).all(1) for part in latents]).all(0)
     undecoded = ~finite_images.to(lost.device) & ~lost
@@ -53,10 +50,3 @@ def overflow(fault: str, computes_in: str) -> str:
 
 def _other_dtype(computes_in: str) -> str:
     return ", or use bfloat16" if computes_in.endswith("=float16") else ""
-
-
-def decoder_dtype(config: Config) -> str:
-    """Key and value of the dtype that the rollout engine's VAE decodes in, such as `model.dtype=bfloat16`."""
-    if resolve_engine(config.rollout.name).own_processes:
-        return f"rollout.dtype={config.rollout.dtype}"
-    return f"model.dtype={config.model.dtype}"

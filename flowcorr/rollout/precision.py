@@ -131,7 +131,20 @@ def image_limit(*dtypes: str, rounding: float = 0.0) -> float:
 
 
 def image_limit_of(config: Config) -> float:
-    """`image_limit` of a run: an engine in this process decodes with the trainer's VAE."""
+    """`image_limit` of a run."""
+    return image_limit(
+        config.model.dtype, config.rollout.dtype if _decodes_itself(config) else config.model.dtype
+    )
+
+
+def decoder_dtype(config: Config) -> str:
+    """Key and value of the dtype that the rollout engine's VAE decodes in, such as `model.dtype=bfloat16`."""
+    if _decodes_itself(config):
+        return f"rollout.dtype={config.rollout.dtype}"
+    return f"model.dtype={config.model.dtype}"
+
+
+def _decodes_itself(config: Config) -> bool:
+    """Whether the engine has a VAE of its own; an engine in this process decodes with the trainer's."""
     engine = ENGINES.get(config.rollout.name)
-    decodes_itself = engine is None or engine.own_processes
-    return image_limit(config.model.dtype, config.rollout.dtype if decodes_itself else config.model.dtype)
+    return engine is None or engine.own_processes

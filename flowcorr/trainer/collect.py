@@ -11,17 +11,19 @@ import torch
 from torch import Tensor
 
 from flowcorr import distributed
+from flowcorr.advantages import whole_groups
 from flowcorr.algorithm import needs_rollout_means
 from flowcorr.errors import BackendError
-from flowcorr.metrics import Metrics, maximum, mean, total
+from flowcorr.metrics import Metrics, Stats, maximum, mean, total
 from flowcorr.questions.ask import ask
 from flowcorr.questions.compared import Compared
-from flowcorr.questions.question import OF_ROLLOUTS, own_questions
+from flowcorr.questions.question import OF_ROLLOUTS
 from flowcorr.records import ImageArray, Prompt, Rollout
 from flowcorr.rewards import Reward, RewardOutput, report_broken, score_batch, scored_ahead
 from flowcorr.rollout import decode
-from flowcorr.rollout.broken import decoder_dtype, find_broken
+from flowcorr.rollout.broken import find_broken
 from flowcorr.rollout.build import as_rollout
+from flowcorr.rollout.precision import decoder_dtype
 from flowcorr.trainer.run import PendingStep, TrainingRun
 from flowcorr.workers.reward import RayReward
 from flowcorr.workers.rollout import RayRollout
@@ -96,7 +98,7 @@ def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> 
     pending = run.in_flight.pop(step, None)
     prompts = [drawn[group] for group in groups for _ in range(run.config.rollout.n)]
     reward, on_images = scored_ahead(run.reward if pending is None else pending.reward, prompts)
-    metrics = Metrics()
+    stats: Stats = {}
     if pending is None:
         rollout = as_rollout(
             run.engine.sample(
@@ -110,7 +112,7 @@ def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> 
     else:
         begin = time.perf_counter()
         rollout = pending.rollout.result()
-        metrics = Metrics.from_stats({"timing/rollout_wait": maximum(time.perf_counter() - begin)})
+        stats["timing/rollout_wait"] = maximum(time.perf_counter() - begin)
         on_images(rollout.decoded)
     count = run.config.rollout.n
     owners = [group for group in groups for _ in range(count)]
@@ -127,12 +129,12 @@ def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> 
     whole = [place for place in range(len(owners)) if place not in broken]
     if whole:
         compared = Compared(rollout=rollout.only(torch.tensor(whole)), actor=run.actor, training_step=step)
-        metrics = metrics.merge(ask(compared, OF_ROLLOUTS))
-        if own := own_questions(run.config):
+        stats |= ask(compared, OF_ROLLOUTS)
+        if run.questions:
             pixels = torch.from_numpy(images[whole]).to(run.actor.device)
             with_images = replace(compared, rollout=replace(compared.rollout, images=pixels))
-            metrics = metrics.merge(ask(with_images, own))
-    stale, age_metrics = _find_stale(run, rollout)
+            stats |= ask(with_images, run.questions)
+    stale, ages = _find_stale(run, rollout)
     fresh = whole_groups(rollout.group_ids, stale)
     return Samples(
         rollout=rollout.only(fresh),
@@ -142,7 +144,7 @@ def collect(run: TrainingRun, drawn: list[Prompt], groups: range, step: int) -> 
         group_ids=rollout.group_ids.cpu().numpy(),
         broken=broken,
         reward=reward,
-        metrics=metrics.merge(age_metrics),
+        metrics=Metrics(stats, ages),
     )
 
 
@@ -173,12 +175,6 @@ def _find_broken(run: TrainingRun, rollout: Rollout) -> dict[int, str]:
     return {place: f"image {place % count} of group {groups[place]}: {why}" for place, why in broken.items()}
 
 
-def whole_groups(group_ids: Tensor, failed: np.ndarray) -> Tensor:
-    """Indices `[B']` of the samples of groups without a sample that `failed` `[B]`."""
-    dropped = group_ids[torch.as_tensor(failed, device=group_ids.device)].unique()
-    return (~torch.isin(group_ids, dropped)).nonzero().squeeze(1)
-
-
 def score(run: TrainingRun, samples: Samples) -> tuple[RewardOutput, np.ndarray]:
     """Score a batch, handle failures as `reward.on_error` says, and record them as events; see `score_batch`.
 
@@ -196,6 +192,18 @@ def score(run: TrainingRun, samples: Samples) -> tuple[RewardOutput, np.ndarray]
     if failed.any():
         run.on_event("reward_failed", samples=int(failed.sum()), of=len(failed))
     return scored, failed
+
+
+def drop_failed_groups(rollout: Rollout, failed: np.ndarray) -> Tensor:
+    """Indices `[B']` of the samples whose whole group succeeded; with several ranks, one rank may have none.
+
+    Raises:
+        BackendError: no group is left on any rank.
+    """
+    kept = whole_groups(rollout.group_ids, failed)
+    if not sum(distributed.gather(len(kept), "the rewards that succeeded")):
+        raise BackendError("a sample failed in every group of this step, so nothing is left to train on")
+    return kept
 
 
 def _weight_ages(run: TrainingRun, rollout: Rollout) -> np.ndarray:
@@ -220,7 +228,7 @@ def _weight_ages(run: TrainingRun, rollout: Rollout) -> np.ndarray:
     return (synced > versions[:, None]).sum(1)
 
 
-def _find_stale(run: TrainingRun, rollout: Rollout) -> tuple[np.ndarray, Metrics]:
+def _find_stale(run: TrainingRun, rollout: Rollout) -> tuple[np.ndarray, Stats]:
     """Which samples `[B]` come from weights older than `rollout.staleness` or `rollout.max_staleness` allows.
 
     Raises:
@@ -240,4 +248,4 @@ def _find_stale(run: TrainingRun, rollout: Rollout) -> tuple[np.ndarray, Metrics
         "rollout/staleness_max": maximum(int(ages.max())),
         "rollout/dropped_stale_samples": total(int(stale.sum())),
     }
-    return stale, Metrics.from_stats(stats)
+    return stale, stats

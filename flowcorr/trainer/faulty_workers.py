@@ -7,8 +7,6 @@ sampled again without the faulty workers, it is the step that a run without them
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -19,7 +17,7 @@ from flowcorr.errors import RolloutFault
 from flowcorr.health.finding import Finding
 from flowcorr.health.rule import VELOCITY_DISTANCE
 from flowcorr.health.rules import NUM_ELEMENTS, USUAL_GAP
-from flowcorr.metrics import Metrics
+from flowcorr.metrics import Metrics, Stats
 from flowcorr.questions.ask import ask
 from flowcorr.questions.compared import Compared
 from flowcorr.questions.question import OF_ROLLOUTS, STEP_NOISE
@@ -27,50 +25,23 @@ from flowcorr.rewards import RewardOutput
 from flowcorr.trainer.collect import Samples
 from flowcorr.trainer.measurements import measure_replay
 from flowcorr.trainer.run import TrainingRun
-from flowcorr.workers.rollout import RayRollout
 
 
-@contextlib.contextmanager
-def faults_by_worker(run: TrainingRun, samples: Samples, scored: RewardOutput, step: int) -> Iterator[None]:
-    """Set the `workers` of a `RolloutFault` that the block raises on every rank.
+def faults_by_worker(
+    run: TrainingRun, samples: Samples, scored: RewardOutput, step: int, fault: RolloutFault
+) -> dict[int, list[Finding]]:
+    """Find the workers whose own samples prove a fault; every rank has to call.
 
     Args:
         run: the training run, whose weights are still those from before the update.
         samples: of training step `step`.
         scored: their scores.
         step: the training step.
-    """
-    try:
-        yield
-    except RolloutFault as fault:
-        if isinstance(run.engine, RayRollout):
-            fault.workers = _faults_by_worker(run, samples, scored, step, fault)
-        raise
-
-
-def take_out(run: TrainingRun, fault: RolloutFault) -> bool:
-    """Take out the workers of a fault, and drop all samples in flight, of which they may have sampled some.
+        fault: of all samples together.
 
     Returns:
-        Whether the training step can be sampled again: there were such workers, and others are left.
+        The findings of each worker on the first rank that has any of it.
     """
-    if not fault.workers or not isinstance(run.engine, RayRollout):
-        return False
-    reasons = {
-        worker: f"its samples of training step {fault.step} prove a fault, {findings[0].cause}: {findings[0].text} "
-        f"({findings[0].evidence})"
-        for worker, findings in fault.workers.items()
-    }
-    if not run.engine.retire(reasons):
-        return False
-    run.in_flight.clear()
-    return True
-
-
-def _faults_by_worker(
-    run: TrainingRun, samples: Samples, scored: RewardOutput, step: int, fault: RolloutFault
-) -> dict[int, list[Finding]]:
-    """The findings of each worker on the first rank that has any of it."""
     workers = samples.rollout.worker_ids
     assert workers is not None, "Ray workers name themselves"
     facts = {
@@ -92,14 +63,14 @@ def _measure(run: TrainingRun, samples: Samples, rows: Tensor, scored: RewardOut
     passes = not run.actor.weights.sharded
     rollout, fresh = samples.rollout.only(rows), samples.fresh[rows.cpu().numpy()]
     whole = [row for row, place in enumerate(fresh) if place not in samples.broken]
-    metrics = Metrics()
+    stats: Stats = {}
     if whole:
         compared = Compared(rollout=rollout.only(torch.tensor(whole)), actor=run.actor, training_step=step)
         if passes:
             scores = run.actor.log_probs(compared.rollout, with_means=True)
             compared = replace(compared, given_scores=scores)
-        metrics = ask(compared, (*OF_ROLLOUTS, STEP_NOISE) if passes else OF_ROLLOUTS)
+        stats |= ask(compared, (*OF_ROLLOUTS, STEP_NOISE) if passes else OF_ROLLOUTS)
     if passes and run.config.rollout.replay_every:
         chosen = replace(samples, rollout=rollout, fresh=fresh)
-        metrics = metrics.merge(measure_replay(run, chosen, scored, step)[0])
-    return metrics
+        stats |= measure_replay(run, chosen, scored, step)[0]
+    return Metrics(stats)

@@ -31,6 +31,12 @@ def logged_terms(
         rewards: `[B]`.
         bypass: whether the training step is in bypass mode.
     """
+    dumped = sampled_terms(batch, advantages=advantages, rewards=rewards, bypass=bypass)
+    return None if dumped is None else replace(dumped, **_of_update(batch, update, bypass))
+
+
+def _of_update(batch: ActorBatch, update: Update, bypass: bool) -> dict[str, Any]:
+    """The columns that an update adds, on the CPU."""
     rollout, shape = batch.rollout, batch.rollout.log_probs.shape
     columns: dict[str, Tensor] = {}
     before_update = torch.zeros_like(rollout.log_probs, dtype=torch.int64)
@@ -56,11 +62,11 @@ def logged_terms(
         columns["old_rollout_kl"] = kl
     if bypass:  # else the gap is that of the old policy, which learned nothing from the batch
         columns["before_update"] = before_update
-    return sampled_terms(batch, advantages=advantages, rewards=rewards, bypass=bypass, **columns)
+    return {name: column.cpu() for name, column in columns.items()}
 
 
 def sampled_terms(
-    batch: ActorBatch, *, advantages: Tensor, rewards: np.ndarray, bypass: bool, **columns: Tensor
+    batch: ActorBatch, *, advantages: Tensor, rewards: np.ndarray, bypass: bool
 ) -> DumpedTerms | None:
     """All terms of a batch, on the CPU, as they are before its update; None of a rank without samples.
 
@@ -69,13 +75,11 @@ def sampled_terms(
         advantages: `[B]`, before rejection.
         rewards: `[B]`.
         bypass: whether the training step is in bypass mode.
-        columns: further columns of `DumpedTerms`.
     """
     rollout = batch.rollout
     if not rollout.num_samples:
         return None
     assert batch.old_log_probs is not None
-    known: dict[str, Any] = dict(columns)
     dumped = DumpedTerms(
         rollout_log_probs=rollout.log_probs,
         old_log_probs=batch.old_log_probs,
@@ -90,7 +94,6 @@ def sampled_terms(
         worker_ids=rollout.worker_ids,
         num_elements=rollout.num_elements,
         bypass=bypass,
-        **known,
     )
     on_cpu: dict[str, Any] = {name: value.cpu() for name, value in dumped.tensors().items()}
     return replace(dumped, **on_cpu)

@@ -22,8 +22,10 @@ from flowcorr.errors import BackendError, RolloutFault
 from flowcorr.processes import clear_shared_memory
 from flowcorr.trackers import IMAGES_FOLDER, Ending, Trackers, build_trackers
 from flowcorr.trainer import checkpoint, out_of_memory, run_folder, state
+from flowcorr.trainer.attempt import attempt
 from flowcorr.trainer.best import Best, best_checkpoint, best_so_far
 from flowcorr.trainer.checkpoint import TrainingState
+from flowcorr.trainer.collect import prefetch
 from flowcorr.trainer.evaluate import evaluate
 from flowcorr.trainer.events import EventLog
 from flowcorr.trainer.fault import keep_evidence
@@ -33,7 +35,7 @@ from flowcorr.trainer.observer import Observer, RunResult, Silent
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.signals import REPEAT, StopSignals
-from flowcorr.trainer.step import StepResult, train_step
+from flowcorr.trainer.step import StepResult
 from flowcorr.trainer.videos import log_samples, save_and_log_rollouts, save_samples
 from flowcorr.workers.rollout import RayRollout
 
@@ -129,8 +131,8 @@ class _Loop:
         except BaseException:
             self.run.close()
             raise
-        nothing = resume and not self.resumed
-        self.notice = f"{out_dir} holds no run to resume; starting at step 0" if nothing else None
+        fresh = f"{out_dir} holds no run to resume; starting at step 0"
+        self.notice = fresh if resume and not self.resumed else None
         if distributed.is_main():
             says: dict[str, Any] = {"ranks": distributed.world_size(), **devices.facts(self.run.actor.device)}
             if self.notice is not None:
@@ -151,7 +153,6 @@ class _Loop:
             return result
 
     def _train(self, before_start: Callable[[TrainingRun], None] | None, signals: StopSignals) -> RunResult:
-        total_steps = self.config.trainer.total_steps
         with contextlib.ExitStack() as endings:
             endings.callback(self.run.close)
             # Launchers signal every rank when one fails; the signal must not interrupt this rank's endings.
@@ -174,7 +175,7 @@ class _Loop:
                     self._evaluate_and_log(self.unlogged or {})
                 self._save()
             number = None
-            while self.step < total_steps and (number := _received(signals)) is None:
+            while self.step < self.config.trainer.total_steps and (number := _received(signals)) is None:
                 with self._given_up_after(signals):
                     self._train_one_step()
             if self.saved_step != self.step:
@@ -192,6 +193,7 @@ class _Loop:
         self.step = self.events.step = self.step + 1
         values = result.metrics.compute()
         with self._kept(values):
+            prefetch(self.run, self.step + 1)  # workers sample while this process logs and evaluates
             if trainer.dump_log_probs:
                 save_terms(self.out_dir / dumps.FOLDER, self.step, result.terms, self.config.actor)
             self.observer.on_step(self.step, values)
@@ -208,10 +210,8 @@ class _Loop:
         actor, prompts = self.run.actor, self.run.prompts
         version, position = actor.weights.version, prompts.position
         try:
-            with out_of_memory.explained(
-                self.config, lambda: self._phase, lambda: actor.scorer.passes.samples
-            ):
-                return train_step(self.run, step, self._on_phase)
+            with out_of_memory.explained(self.config, lambda: self._phase, lambda: actor.scorer.fitting):
+                return attempt(self.run, step, self._on_phase)
         except Exception as error:
             fault = error if isinstance(error, RolloutFault) else None  # which stops all ranks alike
             unsaved = actor.weights.version == version and self.saved_step != self.step

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,16 +13,15 @@ from flowcorr.algorithm.by_worker import by_worker
 from flowcorr.algorithm.terms import batch_terms
 from flowcorr.config.schema import Config
 from flowcorr.errors import BackendError, ConfigError
-from flowcorr.imports import import_target
-from flowcorr.metrics import Metrics, Stat, maximum
+from flowcorr.health.metric import Metric
+from flowcorr.metrics import Metrics, Stat, Stats, maximum
 from flowcorr.questions.gap_split import measure_gap_split, splits_gap
 from flowcorr.questions.noise import WindowResiduals
 from flowcorr.questions.question import REWARD
-from flowcorr.questions.replay import decoder_metrics, replay_images, replay_metrics, replays, reward_gaps
+from flowcorr.questions.replay import decoder_metrics, replay_images, replay_metrics, reward_gaps
 from flowcorr.records import ActorBatch, Scores, Terms
 from flowcorr.rewards import RewardOutput, score_batch
 from flowcorr.rewards.statistics import image_metrics, reward_metrics
-from flowcorr.rollout.precision import usual_gap
 from flowcorr.trainer.collect import Samples
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.timing import Stopwatch
@@ -38,7 +36,7 @@ def measure(
     old: Scores | None,
     step: int,
     watch: Stopwatch,
-) -> list[Metrics]:
+) -> list[Metrics | Stats]:
     """Measure images, rewards, decoder and the gap of each worker; every few steps, split the gap and replay images.
 
     Args:
@@ -54,24 +52,22 @@ def measure(
     Raises:
         BackendError: see `measure_gap_split` and `measure_replay`.
     """
-    config, amplification = run.config, run.actor.family.amplification(run.actor.guidance)
+    config = run.config
     whole = np.array([place not in samples.broken for place in range(len(samples.images))])
-    measured = [
+    measured: list[Metrics | Stats] = [
         image_metrics(samples.images, samples.group_ids, whole),
         reward_metrics(scored, failed, samples.group_ids),
-        Metrics.from_stats(
-            {
-                "rollout/num_elements": maximum(samples.rollout.num_elements),
-                "rollout/usual_gap": maximum(usual_gap(config, amplification)),
-            }
-        ),
+        {
+            "rollout/num_elements": maximum(samples.rollout.num_elements),
+            "rollout/usual_gap": maximum(run.usual_gap),
+        },
     ]
-    mode, terms = run.mode.correction.mode, [batch_terms(batch)]
+    mode, terms = run.mode.correction.mode, batch_terms(batch)
     if mode != "bypass":
-        measured.append(own_metrics(config, terms))
+        measured.append(own_metrics(run.rows, terms))
     if mode == "decoupled":
         workers, steps = config.rollout.num_workers, config.sampling.num_inference_steps
-        measured.append(by_worker(terms, workers, steps))
+        measured.append(by_worker([terms], workers, steps))
     if splits_gap(config, step):
         with watch("drift"):
             measured.append(measure_gap_split(run.actor, run.engine.history, batch.rollout, old))
@@ -80,15 +76,21 @@ def measure(
         replay = distributed.fail_together("the replay of a few images", has_collectives=sharded)
         with watch("replay"):
             with replay:
-                metrics, window = measure_replay(run, samples, scored, step)
-            measured += [metrics, window.metrics()]
+                stats, window = measure_replay(run, samples, scored, step)
+            measured += [stats, window.metrics()]
     elif config.rollout.replay_every:
         with watch("replay"):
             measured.append(measure_decoder(run, samples, step))
     return measured
 
 
-def measure_decoder(run: TrainingRun, samples: Samples, step: int) -> Metrics:
+def replays(config: Config, step: int) -> bool:
+    """Whether a training step replays images: the first does, then every one of `rollout.replay_every` steps."""
+    every = config.rollout.replay_every
+    return every > 0 and (step == 1 or step % every == 0)
+
+
+def measure_decoder(run: TrainingRun, samples: Samples, step: int) -> Stats:
     """The decoder's part of a replay, of the one image of a training step that the seeds choose.
 
     Returns:
@@ -101,11 +103,11 @@ def measure_decoder(run: TrainingRun, samples: Samples, step: int) -> Metrics:
     group = sde.stable_seed(seed, step, "decoder") % settings.prompts_per_step
     rows = (rollout.group_ids == group).nonzero().flatten().tolist()
     if rollout.final_latents is None or not rows:
-        return Metrics()
+        return {}
     row = rows[sde.stable_seed(seed, step, group, "decoder") % len(rows)]
     place = samples.fresh[row]
     if place in samples.broken:
-        return Metrics()
+        return {}
     image = torch.from_numpy(samples.images[[place]]).to(run.actor.device)
     chosen = replace(rollout.select(slice(row, row + 1)), images=image)
     return decoder_metrics(run.actor.family, chosen)
@@ -113,7 +115,7 @@ def measure_decoder(run: TrainingRun, samples: Samples, step: int) -> Metrics:
 
 def measure_replay(
     run: TrainingRun, samples: Samples, scored: RewardOutput, step: int
-) -> tuple[Metrics, WindowResiduals]:
+) -> tuple[Stats, WindowResiduals]:
     """The `rollout_corr/replay/*` metrics of one image of each prompt, which the seeds choose.
 
     Args:
@@ -149,47 +151,37 @@ def measure_replay(
             conditioning_rows=torch.arange(len(prompts), device=run.actor.device),
             images=torch.from_numpy(images).to(run.actor.device),
         )
-    replayed, window = replay_images(run.actor, run.engine.history, chosen, step)
+    replayed, window = replay_images(run.actor, run.engine.history, chosen, step, run.usual_gap)
     whole = [one for one, place in zip(replayed, places, strict=True) if place not in samples.broken]
     if not whole:
-        return Metrics(), window
-    healthy = usual_gap(run.config, run.actor.family.amplification(run.actor.guidance))
-    metrics = replay_metrics(whole, healthy)
+        return {}, window
+    stats = replay_metrics(whole)
     good = np.flatnonzero(np.isfinite(scored.scores[places]))
     if len(good):
         again, _ = score_batch(
             run.reward, images[good], [prompts[place] for place in good], on_error=run.config.reward.on_error
         )
         gaps = reward_gaps(scored.scores[places[good]], again.scores, all_scores=scored.scores)
-        metrics = metrics.merge(Metrics.from_stats({REWARD.logged_as: maximum(np.nanmax(gaps, initial=0.0))}))
-    return metrics, window
+        stats[REWARD.logged_as] = maximum(np.nanmax(gaps, initial=0.0))
+    return stats, window
 
 
-def own_metrics(config: Config, parts: Sequence[Terms]) -> Metrics:
+def own_metrics(rows: Sequence[Metric], terms: Terms) -> Stats:
     """The metrics of `trainer.metrics`.
 
     Args:
-        config: the run's.
-        parts: terms whose `log_prob` is the policy's that is compared with the rollout's; a rank may have none.
+        rows: of all metrics; those that measure themselves are the user's.
+        terms: their `log_prob` is the policy's that is compared with the rollout's.
     """
-    rows = [import_target("trainer.metrics", path, "a row of metrics") for path in config.trainer.metrics]
-    return Metrics.merged(
-        Metrics.from_stats(
-            {
-                row.name: _measured(path, row.measure(terms.windows()))
-                for path, row in zip(config.trainer.metrics, rows, strict=True)
-                if row.measure is not None
-            }
-        )
-        for terms in parts
-    )
+    return {row.name: _measured(row, terms) for row in rows if row.measure}
 
 
-def _measured(path: str, value: Any) -> Stat:
-    """The stat that a metric of one's own measured."""
-    if isinstance(value, Stat):
-        return value
+def _measured(row: Metric, terms: Terms) -> Stat:
+    assert row.measure is not None
+    stat = row.measure(terms.windows())
+    if isinstance(stat, Stat):
+        return stat
     raise ConfigError(
-        f"trainer.metrics={path!r}: its measure returned a {type(value).__name__}; return a stat of flowcorr.metrics, "
-        "such as mean(values.sum(), count), which merges over parts and ranks"
+        f"trainer.metrics: the measure of {row.name!r} returned a {type(stat).__name__}; return a stat of "
+        "flowcorr.metrics, such as mean(values.sum(), count), which merges over parts and ranks"
     )

@@ -14,8 +14,7 @@ from flowcorr.config.schema import Config
 from flowcorr.errors import BackendError
 
 LOADING, PROBING, ENCODING = "loading the model", "probing it", "encoding prompts"
-FIRST_PASS = "a pass of one image at one step"
-_SCORING = (FIRST_PASS, "old_log_prob", "correction", "drift", "update")
+_SCORING = ("old_log_prob", "correction", "drift", "update")
 
 
 @contextlib.contextmanager

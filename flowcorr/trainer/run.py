@@ -10,10 +10,14 @@ from flowcorr.algorithm import AutoMode
 from flowcorr.config.schema import Config
 from flowcorr.data import PromptStream
 from flowcorr.health.gate import Gate
+from flowcorr.health.metric import Metric
+from flowcorr.health.table import rows_of
 from flowcorr.models.prompt_cache import PromptCache
+from flowcorr.questions.question import Question, own_questions
 from flowcorr.questions.residual_terms import Residuals
 from flowcorr.rewards import Reward, ThreadReward
 from flowcorr.rollout import RolloutEngine
+from flowcorr.rollout.precision import usual_gap
 from flowcorr.trainer.served import ServedBase
 from flowcorr.workers.pool import OnEvent, ignore_event
 from flowcorr.workers.reward import RayReward
@@ -47,6 +51,9 @@ class TrainingRun:
         residuals: of all training steps so far.
         mode: the rollout correction in force; with `bypass_mode: auto` it changes between steps.
         gate: stops the run at a fault.
+        rows: of all metrics, those of `trainer.metrics` among them.
+        questions: those of `trainer.checks`.
+        usual_gap: the largest relative error of a velocity that the precision of both stacks explains.
     """
 
     config: Config
@@ -63,9 +70,15 @@ class TrainingRun:
     residuals: Residuals = field(default_factory=Residuals)
     mode: AutoMode = field(init=False)
     gate: Gate = field(init=False)
+    rows: tuple[Metric, ...] = field(init=False)
+    questions: tuple[Question, ...] = field(init=False)
+    usual_gap: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.mode, self.gate = AutoMode.of(self.config), Gate(self.config)
+        config, actor = self.config, self.actor
+        self.mode, self.gate = AutoMode.of(config), Gate(config)
+        self.rows, self.questions = rows_of(config), own_questions(config)
+        self.usual_gap = usual_gap(config, actor.family.amplification(actor.guidance))
 
     def close(self) -> None:
         """End the processes of the engine, and the processes or the thread of the reward."""

@@ -7,25 +7,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-import torch
 
 from flowcorr import distributed, sde
-from flowcorr.actor.pass_bound import bound_passes
 from flowcorr.advantages import group_advantages, most_varied, selection_stats
 from flowcorr.algorithm import (
     apply_bypass_mode_to_diffusion_batch,
     apply_rollout_correction_to_diffusion_batch,
 )
 from flowcorr.dumps import DumpedTerms
-from flowcorr.errors import BackendError, RolloutFault
-from flowcorr.metrics import Metrics
+from flowcorr.metrics import Metrics, Stats
 from flowcorr.questions.gap_split import old_scores
 from flowcorr.questions.noise import FirstScores
 from flowcorr.records import ActorBatch, ImageArray, Prompt, Rollout, Scores
 from flowcorr.rewards import training_scores
-from flowcorr.trainer import out_of_memory
-from flowcorr.trainer.collect import collect, prefetch, score, whole_groups
-from flowcorr.trainer.faulty_workers import faults_by_worker, take_out
+from flowcorr.trainer.collect import collect, drop_failed_groups, score
+from flowcorr.trainer.faulty_workers import faults_by_worker
 from flowcorr.trainer.log_probs import logged_terms, sampled_terms
 from flowcorr.trainer.measurements import measure, own_metrics
 from flowcorr.trainer.run import TrainingRun
@@ -52,35 +48,20 @@ class StepResult:
 
 
 def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> StepResult:
-    """Do a training step; without the rollout workers that alone show a fault, if others are left.
+    """Sample, score, correct, learn: prompts -> rollout -> rewards -> advantages -> correction -> gate -> update.
 
     Raises:
         RolloutFault: what was measured proves a fault, see `trainer.on_fault`.
     """
-    position = run.prompts.position
-    while True:
-        try:
-            return _attempt(run, step, on_phase)
-        except RolloutFault as fault:
-            if not take_out(run, fault):
-                raise
-            run.prompts.position = position
-
-
-def _attempt(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> StepResult:
-    """Sample, score, correct, learn: prompts -> rollout -> rewards -> advantages -> correction -> gate -> update."""
     config, actor, correction = run.config, run.actor, run.mode.correction
     watch = Stopwatch(on_phase, actor.device)
     sde.seed_globals(config.trainer.seed, "step", step, distributed.rank())
 
-    prefetch(run, step)
     drawn = run.prompts.next(config.rollout.prompts_per_step)
     sharded = actor.weights.sharded  # then a forward pass is a collective
     with distributed.fail_together("the rollout", has_collectives=sharded), watch("rollout"):
         samples = collect(run, drawn, distributed.local_indices(len(drawn)), step)
     rollout, old = samples.rollout, None
-    with out_of_memory.explained(config, lambda: out_of_memory.FIRST_PASS, lambda: 1):
-        bound_passes(actor.scorer, rollout)
     first_scores = FirstScores(rollout, actor, step)
 
     # Old log-probs by the trainer's own arithmetic: the ratio begins at 1, and the engine's gap stays out of the clip.
@@ -108,14 +89,15 @@ def _attempt(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> St
         old = recompute(rollout) if old is None else old.select(kept[chosen])
     advantages = group_advantages(rewards[chosen], rollout.group_ids, std=std)
     batch = ActorBatch(rollout=rollout, advantages=advantages)
+    metrics: list[Metrics | Stats] = [samples.metrics]
+    if selects:
+        metrics.append(selection_stats(rewards, group_ids, chosen, std=std))
 
     if old is None:
         batch = apply_bypass_mode_to_diffusion_batch(batch)
     else:
         batch = replace(batch, old_log_probs=old.log_probs, old_means=old.means)
-    metrics = [samples.metrics, *measure(run, samples, scored, failed, batch, old, step, watch)]
-    if selects:
-        metrics.append(selection_stats(rewards, group_ids, chosen, std=std))
+    metrics += measure(run, samples, scored, failed, batch, old, step, watch)
     if correction.mode == "decoupled":
         with watch("correction"):
             batch, corrected = apply_rollout_correction_to_diffusion_batch(
@@ -124,26 +106,28 @@ def _attempt(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> St
         metrics.append(corrected)
     if old is not None:
         metrics.append(first_scores.metrics())
-    measured = Metrics.merged(metrics).across_ranks()
+    measured = Metrics(*metrics).across_ranks()
     bypass = correction.mode == "bypass"
     evidence = partial(sampled_terms, batch, advantages=advantages, rewards=succeeded.scores, bypass=bypass)
-    with faults_by_worker(run, samples, scored, step):
-        run.gate.check(step, measured, evidence)  # before anything is learned from the samples
+    by_worker = partial(faults_by_worker, run, samples, scored, step)
+    run.gate.check(step, measured, evidence, by_worker)  # before anything is learned from the samples
 
     with watch("update"):
         observe = first_scores if old is None else None
         update = actor.update(batch, correction, training_step=step, observe=observe)
         metrics = [update.metrics]
         if old is None:
-            metrics += [first_scores.metrics(), own_metrics(config, update.first_terms)]
+            metrics += [
+                first_scores.metrics(),
+                *(own_metrics(run.rows, terms) for terms in update.first_terms),
+            ]
         actor.optimizer.adamw.zero_grad()  # gradients would fill memory until the next update
     with watch("sync"):
         run.engine.sync(actor.weights.for_engine())
-        prefetch(run, step + 1)
 
     metrics.append(watch.metrics(num_images=len(drawn) * config.rollout.n))
-    merged = Metrics.merged([measured, Metrics.merged(metrics).across_ranks()])
-    merged = Metrics.merged([merged, run.mode.observe(merged), run.residuals.observe(merged)])
+    merged = Metrics(measured, Metrics(*metrics).across_ranks())
+    merged = Metrics(merged, run.mode.observe(merged), run.residuals.observe(merged))
     run.gate.check(step, merged, evidence)
     terms = None
     if config.trainer.dump_log_probs and rollout.num_samples:
@@ -155,15 +139,3 @@ def _attempt(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> St
         scores=scored.scores,
         terms=terms,
     )
-
-
-def drop_failed_groups(rollout: Rollout, failed: np.ndarray) -> torch.Tensor:
-    """Indices `[B']` of the samples whose whole group succeeded; with several ranks, one rank may have none.
-
-    Raises:
-        BackendError: no group is left on any rank.
-    """
-    kept = whole_groups(rollout.group_ids, failed)
-    if not sum(distributed.gather(len(kept), "the rewards that succeeded")):
-        raise BackendError("a sample failed in every group of this step, so nothing is left to train on")
-    return kept

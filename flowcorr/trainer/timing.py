@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from flowcorr.metrics import Metrics, maximum, mean
+from flowcorr.metrics import Stats, maximum, mean
 
 PHASES = ("rollout", "reward", "old_log_prob", "correction", "update", "sync")
 
@@ -40,7 +40,7 @@ class Stopwatch:
             torch.cuda.synchronize(self._device)
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - begin
 
-    def metrics(self, *, num_images: int) -> Metrics:
+    def metrics(self, *, num_images: int) -> Stats:
         """`timing/<phase>` and `timing/step` in seconds on the slowest rank, and `perf/` of this step over all ranks.
 
         Args:
@@ -52,4 +52,4 @@ class Stopwatch:
         stats["perf/images_per_second"] = mean(num_images, step)
         if self._device.type == "cuda":
             stats["perf/max_memory_gb"] = maximum(torch.cuda.max_memory_allocated(self._device) / 1e9)
-        return Metrics.from_stats(stats)
+        return stats

@@ -8,6 +8,7 @@ import torch
 from flowcorr import distributed
 from flowcorr.algorithm.by_worker import by_worker
 from flowcorr.algorithm.terms import batch_terms
+from flowcorr.metrics import Metrics
 from tests.algorithm.batches import make_batch
 
 NUM_STEPS = 2
@@ -22,7 +23,7 @@ def terms_by(workers):
 
 def test_each_worker_has_the_gap_of_its_samples():
     terms = terms_by([0, 2, 0, 2])
-    whole = by_worker([terms], 4, NUM_STEPS).compute()
+    whole = Metrics(by_worker([terms], 4, NUM_STEPS)).compute()
     assert whole["rollout_corr/worker_0/logprob_abs_diff"] == pytest.approx(0.1, rel=1e-5)
     assert whole["rollout_corr/worker_2/logprob_abs_diff"] == pytest.approx(0.15, rel=1e-5)
     assert not {name for name in whole if "worker_1" in name or "worker_3" in name}
@@ -31,17 +32,19 @@ def test_each_worker_has_the_gap_of_its_samples():
     assert whole["rollout_corr/worker_2/relative_gap"] == pytest.approx(0.6 / 0.5, rel=1e-5)
     assert whole["rollout_corr/worker_2/k3_kl"] == pytest.approx((0.049859 + 0.040818) / 4, rel=1e-4)
     steps = terms.per_term()
-    parts = by_worker([steps.select(slice(3)), steps.select(slice(3, None))], 4, NUM_STEPS).compute()
+    parts = Metrics(by_worker([steps.select(slice(3)), steps.select(slice(3, None))], 4, NUM_STEPS)).compute()
     assert parts == pytest.approx(whole)
 
 
 @pytest.mark.parametrize(("workers", "count"), [(None, 4), ([0, 0, 0, 0], 1)])
 def test_of_one_engine_nothing_is_measured(workers, count):
-    assert by_worker([terms_by(workers)], count, NUM_STEPS).compute() == {}
+    assert Metrics(by_worker([terms_by(workers)], count, NUM_STEPS)).compute() == {}
 
 
 def test_a_rank_whose_groups_were_all_dropped_measures_nothing():
-    assert by_worker([terms_by([0, 2, 0, 2]).per_term().select(slice(0))], 4, NUM_STEPS).compute() == {}
+    assert (
+        Metrics(by_worker([terms_by([0, 2, 0, 2]).per_term().select(slice(0))], 4, NUM_STEPS)).compute() == {}
+    )
 
 
 SPLITS = {
@@ -52,7 +55,7 @@ SPLITS = {
 
 
 def test_ranks_that_hold_one_worker_each_compare_it_with_all(two_ranks):
-    whole = by_worker([terms_by([0, 2, 0, 2])], 4, NUM_STEPS).compute()
+    whole = Metrics(by_worker([terms_by([0, 2, 0, 2])], 4, NUM_STEPS)).compute()
     assert whole["rollout_corr/worker_2/relative_gap"] == pytest.approx(1.2, rel=1e-5)
     for found in two_ranks.call(of_this_rank):
         for split, values in found.items():
@@ -64,4 +67,7 @@ def of_this_rank():
     parts = {
         split: [terms.select(torch.tensor(rows[distributed.rank()]).long())] for split, rows in SPLITS.items()
     }
-    return {split: by_worker(part, 4, NUM_STEPS).across_ranks().compute() for split, part in parts.items()}
+    return {
+        split: Metrics(by_worker(part, 4, NUM_STEPS)).across_ranks().compute()
+        for split, part in parts.items()
+    }

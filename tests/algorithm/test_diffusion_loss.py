@@ -222,7 +222,7 @@ def test_a_loss_of_ones_own_by_import_path(tmp_path, monkeypatch, bypass):
         "    keep = terms.keep if terms.keep is not None else terms.log_prob == terms.log_prob\n"
         "    loss = ((terms.log_prob - terms.old_log_prob) ** 2 * keep).sum()\n"
         "    return LossOutput(loss_sum=loss, count_all=keep.new_tensor(keep.numel(), dtype=int),\n"
-        "        count_kept=keep.sum(), metrics=Metrics.from_stats({'actor/mine': mean(loss, keep.sum())}))\n"
+        "        count_kept=keep.sum(), metrics=Metrics({'actor/mine': mean(loss, keep.sum())}))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     terms = steps()

@@ -65,7 +65,7 @@ def test_a_window_with_one_ratio_counts_once(level, fraction):
 def test_micro_batches_add_up():
     log_ratio = 0.01 * torch.randn(12, 2, generator=torch.Generator().manual_seed(0))
     whole = clip_noise(log_ratio, None, "step", 0.01)
-    parts = Metrics.merged(clip_noise(rows, None, "step", 0.01) for rows in log_ratio.split(5))
+    parts = Metrics(*(clip_noise(rows, None, "step", 0.01) for rows in log_ratio.split(5)))
     assert torch.equal(noise_counts(parts), noise_counts(whole))
     assert parts.compute() == whole.compute()
     # The update's own copy of them, under actor/, is another producer's.

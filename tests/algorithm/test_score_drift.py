@@ -7,6 +7,7 @@ import torch
 
 from flowcorr.algorithm import drift_squares
 from flowcorr.algorithm.score_drift import ScoreDrift, score_drift
+from flowcorr.metrics import Metrics
 from flowcorr.records import Terms
 
 GROUPS, STEPS = torch.tensor([7, 7, 9, 9]), torch.tensor([[2], [2], [3], [3]])
@@ -39,7 +40,7 @@ def terms_with(squares, steps=STEPS):
 
 def measured(num_steps=None, **changes):
     squares = drift_squares(ADVANTAGES, GROUPS, STEPS, **{**PLACES, **changes})
-    return score_drift(terms_with(squares), num_steps).compute()
+    return Metrics(score_drift(terms_with(squares), num_steps)).compute()
 
 
 def test_equal_states_cancel_the_drift_of_advantages_of_mean_0():
@@ -98,7 +99,7 @@ def test_parts_add_up_to_the_whole():
 
 def test_without_squares_nothing_is_measured():
     terms = terms_with((torch.ones(4, 1), torch.ones(4, 1)))
-    assert score_drift(terms).compute()["rollout_corr/score_drift"] == 1.0
-    assert score_drift(replace(terms, drift_square=None)).compute() == {}
+    assert Metrics(score_drift(terms)).compute()["rollout_corr/score_drift"] == 1.0
+    assert Metrics(score_drift(replace(terms, drift_square=None))).compute() == {}
     unknown = torch.full((4, 1), torch.nan)
-    assert score_drift(replace(terms, drift_square=unknown, gradient_square=unknown)).compute() == {}
+    assert Metrics(score_drift(replace(terms, drift_square=unknown, gradient_square=unknown))).compute() == {}

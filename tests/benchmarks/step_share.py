@@ -63,7 +63,7 @@ def own_work(settings: config.Config, batch: ActorBatch) -> None:
         output = diffusion_loss(terms, settings.actor, correction, num_steps=num_steps)
         output.loss_sum.backward()
         parts.append(output.metrics)
-    Metrics.merged(parts).compute()
+    Metrics(*parts).compute()
 
 
 def main(repeats: int) -> None:

@@ -203,7 +203,7 @@ def test_any_cut_into_micro_batches_merges_to_the_same_metrics(cuts, level, num_
         correct(target[a:b], rollout[a:b], **{name: x[a:b] for name, x in tensors.items()}, **options)
         for a, b in itertools.pairwise(edges)
     ]
-    merged = Metrics.merged(part.metrics for part in parts).compute()
+    merged = Metrics(*(part.metrics for part in parts)).compute()
     assert merged == pytest.approx(whole.metrics.compute(), rel=1e-9, abs=1e-15)
     assert torch.equal(torch.cat([part.keep for part in parts]), whole.keep)
     torch.testing.assert_close(torch.cat([part.weights for part in parts]), whole.weights)
@@ -220,7 +220,7 @@ def test_large_batches_are_cut_without_a_trace():
     ]
     assert whole.keep.shape == (100_000, 2)
     assert torch.equal(whole.weights, torch.cat([half.weights for half in halves]))
-    merged = Metrics.merged(half.metrics for half in halves).compute()
+    merged = Metrics(*(half.metrics for half in halves)).compute()
     assert whole.metrics.compute() == pytest.approx(merged, rel=1e-9)
 
 

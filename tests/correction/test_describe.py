@@ -15,7 +15,7 @@ STEP_KL = torch.tensor([[0.01, 0.02], [0.03, 0.04]])
 
 
 def test_sizes_by_hand():
-    values = drift_metrics(ROLLOUT + DELTA, ROLLOUT, step_kl=STEP_KL, prefix="part/").compute()
+    values = Metrics(drift_metrics(ROLLOUT + DELTA, ROLLOUT, step_kl=STEP_KL, prefix="part/")).compute()
     k3 = [math.expm1(delta) - delta for delta in (0.1, -0.3, 0.2, -0.2)]
     assert values == pytest.approx(
         {
@@ -31,7 +31,7 @@ def test_sizes_by_hand():
 
 def test_only_terms_that_the_mask_has_on_count():
     mask = torch.tensor([[True, False], [True, True]])
-    values = drift_metrics(ROLLOUT + DELTA, ROLLOUT, mask=mask, prefix="").compute()
+    values = Metrics(drift_metrics(ROLLOUT + DELTA, ROLLOUT, mask=mask, prefix="")).compute()
     assert set(values) == set(SIZES) - {"exact_kl"}
     assert values["kl"] == pytest.approx(-0.1 / 3, rel=1e-5)
     assert values["logprob_abs_diff_max"] == pytest.approx(0.2, rel=1e-5)
@@ -43,16 +43,16 @@ def test_they_are_those_of_the_correction():
     step_kl = step_kl.square()
     target[5, 1] = math.nan
     whole = correct(target, rollout, step_kl=step_kl).metrics.compute()
-    sizes = drift_metrics(target, rollout, step_kl=step_kl, prefix="rollout_corr/").compute()
+    sizes = Metrics(drift_metrics(target, rollout, step_kl=step_kl, prefix="rollout_corr/")).compute()
     assert sizes == {name: whole[name] for name in sizes}
     assert len(sizes) == len(SIZES)
 
 
 def test_no_samples_are_no_metrics():
     empty = torch.zeros(0, 2)
-    part = drift_metrics(ROLLOUT + DELTA, ROLLOUT, prefix="")
-    assert drift_metrics(empty, empty, prefix="").compute() == {}
-    assert drift_metrics(empty, empty, prefix="").merge(part).compute() == part.compute()
+    part = Metrics(drift_metrics(ROLLOUT + DELTA, ROLLOUT, prefix=""))
+    assert Metrics(drift_metrics(empty, empty, prefix="")).compute() == {}
+    assert Metrics(drift_metrics(empty, empty, prefix="")).merge(part).compute() == part.compute()
 
 
 def test_a_step_mode_is_told_by_sample_too():
@@ -152,7 +152,7 @@ def test_rows_merge_whichever_step_indices_the_parts_hold():
 
     whole = found(slice(None), step_indices=indices, num_steps=7).compute()
     parts = [found([row], step_indices=indices[[row]]) for row in (2, 0, 1)]
-    assert Metrics.merged(parts).compute() == pytest.approx(whole, rel=1e-12)
+    assert Metrics(*parts).compute() == pytest.approx(whole, rel=1e-12)
     rows = {name.split("/")[1] for name in whole if "/step_" in name}
     assert rows == {f"step_{index}" for index in (0, 1, 2, 5)}
     # The rows are beside everything else, which merges with parts that have none.

@@ -65,9 +65,9 @@ def told():
 def talk():
     place = distributed.rank()
     rows = torch.arange(SIZES[place])[:, None] + 100.0 * place
-    mine = Metrics.from_stats({"mean": metrics.mean(place, 1)})
+    mine = Metrics({"mean": metrics.mean(place, 1)})
     if place == 1:
-        mine = mine.merge(Metrics.from_stats({"of one": metrics.total(7)}))
+        mine = mine.merge({"of one": metrics.total(7)})
     found = {
         "rank": (place, distributed.world_size(), distributed.is_main()),
         "share": list(distributed.local_indices(8)),

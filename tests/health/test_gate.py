@@ -22,7 +22,7 @@ def gate(*overrides):
 
 def causes(one, values, step=1):
     """The causes for which a training step is stopped; none if it passes."""
-    metrics = Metrics.from_stats({name: maximum(value) for name, value in (SIZE | values).items()})
+    metrics = Metrics({name: maximum(value) for name, value in (SIZE | values).items()})
     try:
         one.check(step, metrics, lambda: None)
     except RolloutFault as fault:
@@ -84,8 +84,8 @@ def test_ten_steps_in_a_row_without_an_update_end_a_run():
 
 
 def test_the_error_holds_what_was_found():
-    metrics = Metrics.from_stats({name: maximum(value) for name, value in SIZE.items()})
-    metrics = metrics.merge(Metrics.from_stats({"rollout/std_error": maximum(0.14)}))
+    metrics = Metrics({name: maximum(value) for name, value in SIZE.items()})
+    metrics = metrics.merge({"rollout/std_error": maximum(0.14)})
     terms = object()
     with pytest.raises(RolloutFault) as caught:
         gate().check(7, metrics, lambda: terms)

@@ -87,7 +87,7 @@ def test_micro_batches_add_up_to_the_batch(name, level):
     torch.testing.assert_close(gradient(total, theta), gradient(whole.loss_sum, theta))
     assert sum(piece.count_kept for piece in parts) == whole.count_kept
     assert sum(piece.count_all for piece in parts) == whole.count_all
-    merged = Metrics.merged([piece.metrics for piece in parts]).compute()
+    merged = Metrics(*(piece.metrics for piece in parts)).compute()
     assert merged == pytest.approx(whole.metrics.compute(), rel=1e-12)
 
 
@@ -98,7 +98,7 @@ def test_folded_steps_equal_single_steps(name):
     steps = [LOSSES[name].objective(terms.select((slice(None), t)), Settings()) for t in range(3)]
     total = torch.stack([step.loss_sum for step in steps]).sum()
     torch.testing.assert_close(gradient(total, theta), gradient(whole.loss_sum, theta))
-    merged = Metrics.merged([step.metrics for step in steps]).compute()
+    merged = Metrics(*(step.metrics for step in steps)).compute()
     assert merged == pytest.approx(whole.metrics.compute(), rel=1e-12)
 
 

@@ -102,7 +102,7 @@ def test_a_losss_own_ratio_may_be_anything_where_terms_are_not_kept():
     old = tensor(0.0, 0.0, 0.0)
     new = old + tensor(0.1, math.nan, 0.3)
     terms = mask_terms(new, old, torch.ones_like(old), adv_clip_max=5.0, weight=None, keep=None)
-    found = Metrics.from_stats(ratio_stats(terms, new - old)).compute()
+    found = Metrics(ratio_stats(terms, new - old)).compute()
     assert found["ratio_mean"] == pytest.approx((math.exp(0.1) + math.exp(0.3)) / 2)
     assert found["ratio_std"] == pytest.approx((math.exp(0.3) - math.exp(0.1)) / math.sqrt(2))
 

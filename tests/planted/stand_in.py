@@ -137,20 +137,18 @@ class Bench:
         noise = FirstScores(rollout, actor, TRAINING_STEP)
         old = actor.log_probs(rollout, observe=noise)
         replay, window = measure_replay(run, samples, scored, TRAINING_STEP)
-        metrics = Metrics.merged(
-            [
-                samples.metrics,
-                drift_metrics(
-                    old.log_probs,
-                    rollout.log_probs,
-                    mask=(old.log_probs + rollout.log_probs).isfinite(),
-                    step_kl=None,
-                    prefix="rollout_corr/",
-                ),
-                noise.metrics(),
-                replay,
-                window.metrics(),
-            ]
+        metrics = Metrics(
+            samples.metrics,
+            drift_metrics(
+                old.log_probs,
+                rollout.log_probs,
+                mask=(old.log_probs + rollout.log_probs).isfinite(),
+                step_kl=None,
+                prefix="rollout_corr/",
+            ),
+            noise.metrics(),
+            replay,
+            window.metrics(),
         )
         units = units_of(config, {NUM_ELEMENTS: rollout.num_elements})
         found = examine_step(metrics.compute(), units)

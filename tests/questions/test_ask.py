@@ -9,6 +9,7 @@ import torch
 from flowcorr.config.schema import Config
 from flowcorr.errors import ConfigError
 from flowcorr.health.table import rows_of
+from flowcorr.metrics import Metrics
 from flowcorr.questions.ask import ask
 from flowcorr.questions.compared import Compared
 from flowcorr.questions.question import Question, own_questions
@@ -33,7 +34,7 @@ def asked(run, number, rollout=None):
     rollout = run.sample() if rollout is None else rollout
     compared = Compared(rollout=rollout, actor=run.actor, training_step=1)
     question = replace(LARGEST, number=number)
-    return ask(compared, [question]).compute().get("rollout/largest")
+    return Metrics(ask(compared, [question])).compute().get("rollout/largest")
 
 
 def test_numbers_are_logged_by_their_largest_and_faults_by_their_share(make_run):

@@ -8,6 +8,7 @@ import torch
 
 from flowcorr import sde
 from flowcorr.health.rule import Units
+from flowcorr.metrics import Metrics
 from flowcorr.questions.ask import ask
 from flowcorr.questions.compared import Compared
 from flowcorr.questions.noise import FirstScores, WindowResiduals, scored_by_sampler
@@ -262,7 +263,7 @@ def residual_terms(run, change=None, *, size=slice(None), **which):
     parts = [torch.arange(rollout.num_samples)[size]] if size == slice(None) else torch.arange(8).split(size)
     for rows in parts:
         residuals.add(compared(run, rollout.select(rows), scores.select(rows)))
-    metrics = residuals.metrics()
+    metrics = Metrics(residuals.metrics())
     names = {name: metrics.parts(f"residual_terms/{name}/{{}}") for name in RESIDUALS}
     return {name: [mean for _, mean, _ in parts] for name, parts in names.items() if parts}
 
@@ -334,7 +335,7 @@ def test_a_score_that_is_not_finite_leaves_the_residuals_of_the_others(make_run)
     scores.log_probs[0] = scores.means[0] = math.nan
     residuals = WindowResiduals(rollout, noise=True, velocity=True)
     residuals.add(compared(run, rollout, scores))
-    (count, mean, _), *_ = residuals.metrics().parts("residual_terms/step_noise/{}")
+    (count, mean, _), *_ = Metrics(residuals.metrics()).parts("residual_terms/step_noise/{}")
     assert (count, abs(mean) < 1e-6) == (2, True)
 
 
@@ -349,7 +350,7 @@ def test_a_group_without_a_finite_score_leaves_the_velocities_of_the_others(make
     scores.log_probs[rows] = scores.means[rows] = math.nan
     residuals = WindowResiduals(rollout, noise=False, velocity=True)
     residuals.add(compared(run, rollout, scores))
-    ((count, mean, _),) = residuals.metrics().parts("residual_terms/velocity_common/{}")
+    ((count, mean, _),) = Metrics(residuals.metrics()).parts("residual_terms/velocity_common/{}")
     assert (count, abs(mean) < 1e-9) == (1, True)
 
 

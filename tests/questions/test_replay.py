@@ -13,13 +13,13 @@ from flowcorr.config import RewardTerm
 from flowcorr.data import PromptStream
 from flowcorr.errors import BackendError
 from flowcorr.health.rules import HealthMonitor, units_of
+from flowcorr.metrics import Metrics
 from flowcorr.models import SamplingPlan, Schedule
-from flowcorr.questions.replay import replays
 from flowcorr.questions.residual_terms import RESIDUALS
 from flowcorr.records import Prompt
 from flowcorr.rewards import build_reward
 from flowcorr.trainer.collect import collect, score
-from flowcorr.trainer.measurements import measure_replay
+from flowcorr.trainer.measurements import measure_replay, replays
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.step import train_step
 from tests.conftest import small_config, start_run
@@ -71,8 +71,8 @@ def replayed(run, step=STEP):
     """`rollout_corr/replay/*` of a step's samples."""
     samples = collect(run, PROMPTS, range(2), step)
     scored, _ = score(run, samples)
-    metrics, _ = measure_replay(run, samples, scored, step)
-    return metrics.compute()
+    stats, _ = measure_replay(run, samples, scored, step)
+    return Metrics(stats).compute()
 
 
 def named(run, step=STEP):
@@ -375,8 +375,8 @@ def residual(run, name, step=STEP):
     """The mean of a residual over the replays of a step, the largest of its channels."""
     samples = collect(run, PROMPTS, range(2), step)
     scored, _ = score(run, samples)
-    metrics, window = measure_replay(run, samples, scored, step)
-    parts = metrics.merge(window.metrics()).parts(f"residual_terms/{name}/{{}}")
+    stats, window = measure_replay(run, samples, scored, step)
+    parts = Metrics(stats, window.metrics()).parts(f"residual_terms/{name}/{{}}")
     return max((mean for _, mean, _ in parts), key=abs, default=None)
 
 

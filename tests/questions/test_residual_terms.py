@@ -23,7 +23,7 @@ NAME = "step_noise"
 def watched(steps):
     """What is known of `NAME` after each of some steps of terms."""
     residuals = Residuals()
-    return [residuals.observe(terms(NAME, step)).compute() for step in steps]
+    return [Metrics(residuals.observe(Metrics(terms(NAME, step)))).compute() for step in steps]
 
 
 def draws(*shape, seed=0):
@@ -55,7 +55,7 @@ def test_it_shrinks_as_the_root_of_the_number_of_terms_and_finds_a_fault_of_a_te
 def test_too_few_terms_say_nothing():
     assert watched([torch.tensor([0.01])]) == [{PREFIX + NAME: 0.0}]
     assert watched([torch.tensor([0.01, 0.01, 0.01])])[0] == {PREFIX + NAME: 0.0}
-    assert terms(NAME, torch.tensor([math.nan])).compute() == {}
+    assert terms(NAME, torch.tensor([math.nan])) == {}
 
 
 def test_equal_terms_leave_no_doubt():
@@ -71,13 +71,11 @@ def test_the_worst_channel_counts():
 def test_terms_of_ranks_and_steps_add_up_and_a_resumed_run_goes_on():
     values = draws(40, 2) + 1
     whole, resumed = Residuals(), Residuals()
-    whole.observe(terms(NAME, values[:8]))
+    whole.observe(Metrics(terms(NAME, values[:8])))
     resumed.restore(whole.state())
-    expected = whole.observe(terms(NAME, values[8:])).compute()
-    ranks = Metrics.merged(
-        [terms(NAME, values[8:20]), terms("image_level", values[:0]), terms(NAME, values[20:])]
-    )
-    assert resumed.observe(ranks).compute() == pytest.approx(expected)
+    expected = Metrics(whole.observe(Metrics(terms(NAME, values[8:])))).compute()
+    ranks = Metrics(terms(NAME, values[8:20]), terms("image_level", values[:0]), terms(NAME, values[20:]))
+    assert Metrics(resumed.observe(ranks)).compute() == pytest.approx(expected)
     assert watched([values])[0] == pytest.approx(expected)
 
 

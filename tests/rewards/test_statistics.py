@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from flowcorr.metrics import Metrics
 from flowcorr.rewards import RewardOutput
 from flowcorr.rewards.statistics import PER_GROUP, diversity, image_metrics, image_statistics, reward_metrics
 
@@ -48,7 +49,7 @@ def test_diversity_is_within_groups():
 def test_metrics_are_of_the_first_images_of_each_group():
     images = np.concatenate([flat(*[0] * PER_GROUP, 255, 255), flat(*[0, 255] * 3)])
     groups = np.repeat([0, 1], PER_GROUP + 2)
-    values = image_metrics(images, groups, np.ones(len(images), dtype=bool)).compute()
+    values = Metrics(image_metrics(images, groups, np.ones(len(images), dtype=bool))).compute()
     assert values["reward/image/dark"] == pytest.approx((1 + 0.5) / 2)
     assert values["reward/image/diversity"] == pytest.approx((0 + 0.5) / 2)
     assert set(values) == {
@@ -59,9 +60,9 @@ def test_metrics_are_of_the_first_images_of_each_group():
 
 def test_samples_without_a_picture_are_not_measured():
     images, groups = flat(0, 0, 255, 255), np.array([0, 0, 1, 1])
-    values = image_metrics(images, groups, np.array([True, True, False, False])).compute()
+    values = Metrics(image_metrics(images, groups, np.array([True, True, False, False]))).compute()
     assert values["reward/image/dark"] == 1
-    assert not image_metrics(images, groups, np.zeros(4, dtype=bool)).compute()
+    assert not Metrics(image_metrics(images, groups, np.zeros(4, dtype=bool))).compute()
 
 
 def test_a_video_has_the_mean_of_its_frames():
@@ -85,7 +86,7 @@ def test_reward_metrics_are_of_the_scored_samples():
         scores=np.array([1.0, 3.0, np.nan, 2.0, 4.0, 4.0]),
         extra={"exact_match": np.array([0.0, 1.0, np.nan, 1.0, 1.0, 1.0]), "none": np.full(6, np.nan)},
     )
-    values = reward_metrics(scored, np.isnan(scored.scores), np.array([0, 0, 1, 1, 2, 2])).compute()
+    values = Metrics(reward_metrics(scored, np.isnan(scored.scores), np.array([0, 0, 1, 1, 2, 2]))).compute()
     assert values == {
         "reward/failed_samples": 1,
         "reward/mean": pytest.approx(14 / 5),

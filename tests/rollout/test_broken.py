@@ -9,7 +9,8 @@ from flowcorr.config.rollout import RolloutConfig
 from flowcorr.config.schema import Config
 from flowcorr.models import DTYPES, load_family
 from flowcorr.rollout import decode
-from flowcorr.rollout.broken import decoder_dtype, find_broken
+from flowcorr.rollout.broken import find_broken
+from flowcorr.rollout.precision import decoder_dtype
 from flowcorr.rollout.sampler import MISSING
 from tests.overflow import overflow, overflow_one
 

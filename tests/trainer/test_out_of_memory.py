@@ -1,11 +1,10 @@
 import pytest
 import torch
 
-from flowcorr import distributed
+from flowcorr import distributed, trainer
+from flowcorr.actor.scoring import Scorer
 from flowcorr.errors import BackendError
-from flowcorr.trainer.out_of_memory import ENCODING, FIRST_PASS, LOADING, explained
-from flowcorr.trainer.setup import build_run
-from flowcorr.trainer.step import train_step
+from flowcorr.trainer.out_of_memory import ENCODING, LOADING, explained
 from tests.trainer.runs import small_config
 
 TORCH = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB"
@@ -49,18 +48,15 @@ def test_the_phase_and_the_key_that_helps_are_named(make_config, phase, sections
         raise torch.OutOfMemoryError(TORCH)
 
 
-def test_a_first_pass_without_room_is_explained(monkeypatch):
+def test_a_first_pass_without_room_is_explained(tmp_path, monkeypatch):
     """Whatever a micro-batch would have been: one image does not fit."""
 
     def full(*_):
         raise torch.OutOfMemoryError(TORCH)
 
-    run, _ = build_run(small_config())
-    run.engine.sync(run.actor.weights.for_engine())
-    monkeypatch.setattr(run.actor.scorer, "score", full)
-    with pytest.raises(BackendError, match=rf"in {FIRST_PASS} .*actor.gradient_checkpointing=true"):
-        train_step(run, 1, lambda phase: None)
-    run.close()
+    monkeypatch.setattr(Scorer, "score", full)
+    with pytest.raises(BackendError, match=r"in old_log_prob .*actor.gradient_checkpointing=true"):
+        trainer.train(small_config(), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import torch
 from flowcorr.advantages import group_advantages, most_varied
 from flowcorr.errors import BackendError
 from flowcorr.records import ActorBatch, Rollout
+from flowcorr.trainer.collect import drop_failed_groups
 from flowcorr.trainer.setup import build_run
-from flowcorr.trainer.step import StepResult, drop_failed_groups, train_step
+from flowcorr.trainer.step import StepResult, train_step
 from tests.rollouts import make_rollout
 from tests.tolerances import LOG_PROBS
 from tests.trainer.runs import small_config

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from flowcorr.metrics import Metrics
 from flowcorr.trainer.timing import PHASES, Stopwatch
 
 
@@ -15,7 +16,7 @@ def test_the_peak_is_that_of_one_step(monkeypatch):
         peak = 1e9
 
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
-    values = Stopwatch(lambda _: None, torch.device("cuda")).metrics(num_images=1).compute()
+    values = Metrics(Stopwatch(lambda _: None, torch.device("cuda")).metrics(num_images=1)).compute()
     assert values["perf/max_memory_gb"] == 1
 
 
@@ -25,7 +26,7 @@ def test_each_phase_is_told_and_timed():
     for phase in ("rollout", "update", "rollout"):
         with watch(phase):
             sum(range(1000))
-    values = watch.metrics(num_images=8).compute()
+    values = Metrics(watch.metrics(num_images=8)).compute()
     assert told == ["rollout", "update", "rollout"]
     assert set(values) == {f"timing/{phase}" for phase in PHASES} | {"timing/step", "perf/images_per_second"}
     assert values["timing/rollout"] > 0

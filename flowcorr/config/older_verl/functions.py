@@ -74,7 +74,7 @@ def older_metrics(
     scale = scale_factor(config.log_ratio_scale, num_elements)
     ratios = log_ratios(target_log_prob, rollout_log_prob, mask, scale=scale)
     shares = describe.outside_band(ratios, raw_weights(config.rollout_is, ratios), band)
-    return renamed.merge(Metrics.from_stats(shares).prefixed("mismatch/"))
+    return renamed.merge(Metrics(shares).prefixed("mismatch/"))
 
 
 def _mask_band(config: RolloutCorrectionConfig) -> Band | None:

@@ -167,7 +167,7 @@ def _numbers(
         "ess": float(weight.sum() ** 2 / (len(weight) * total)) if weight is not None and total else None,
         "rejected_terms": int(rejected.sum()) / int(judged.sum()),
         "rejected_samples": int(rejected.any(1).sum()) / int(judged.any(1).sum()),
-        "clipped": Metrics.merged([one.metrics for one in effects]).compute().get("actor/pg_clipfrac"),
+        "clipped": Metrics(*(one.metrics for one in effects)).compute().get("actor/pg_clipfrac"),
         "cosine": None,
         "least_cosine": None,
         "norm": None,

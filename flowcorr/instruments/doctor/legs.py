@@ -369,7 +369,7 @@ def _beyond(noise: Tensor, gap: float) -> float:
     """How far noise `[*L]` is from standard normal, as a share of what chance and a gap of means explain."""
     if not gap <= LARGEST_DISTANCE:
         return _BEYOND
-    values = Metrics.from_stats(moments(noise)).compute()
+    values = Metrics(moments(noise)).compute()
     return max(beyond({name: values[name] for name in ("mean", "std", "tails")}, noise.numel(), gap).values())
 
 

@@ -37,7 +37,7 @@ def check_noise(exam: Exam) -> Finding:
     """
     trials = exam.trials
     noise = torch.cat([_rows(trials.base.engine_noise), _rows(trials.moved.engine_noise)])
-    values = Metrics.from_stats(moments(noise)).compute()
+    values = Metrics(moments(noise)).compute()
     correlation, pair = largest_correlation(noise)
     limit = math.sqrt(2 * math.log(len(noise) * (len(noise) - 1) / 2 / FALSE_ALARMS))
     of_pair = math.sqrt(-(noise.shape[1] - 1) * math.log(max(1 - correlation**2, 1e-300)))
@@ -209,7 +209,7 @@ def check_captured_noise(captured: Captured) -> Finding:
         )
     again = {right for _, right in twins}  # the noise of an earlier sample, which tells nothing more
     drawn = flat[[row for row in range(len(flat)) if row not in again]]
-    values = Metrics.from_stats(moments(drawn)).compute()
+    values = Metrics(moments(drawn)).compute()
     errors, _, text = _worst_moment(values, drawn.numel())
     if not errors <= ERRORS:
         return failed(
@@ -237,7 +237,7 @@ def check_captured_noise(captured: Captured) -> Finding:
         legs.told_noise[0]
     ):  # else its spread is that of the noise level
         noise, gap = legs.told_noise
-        of_steps = Metrics.from_stats(moments(noise)).compute()
+        of_steps = Metrics(moments(noise)).compute()
         errors, _, text = _worst_moment(of_steps, noise.numel(), gap)
         if not errors <= ERRORS:
             return failed(

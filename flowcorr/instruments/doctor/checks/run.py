@@ -60,7 +60,7 @@ def _of_question(question: Question) -> Callable[[Exam], Finding]:
 
     def check(exam: Exam) -> Finding:
         answers = [ask(trial, [question]) for trial in (exam.trials.base, exam.trials.moved)]
-        value = Metrics.merged(answers).compute().get(question.logged_as)
+        value = Metrics(*answers).compute().get(question.logged_as)
         if value is None:
             return skipped(f"cannot tell the {question.what}: the engine returns too little")
         message = f"the {question.what} is {value:.3g}"

@@ -10,7 +10,8 @@ from flowcorr.health.finding import Finding
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import failed, judged, passed
 from flowcorr.questions.question import SIGMAS, WINDOWS
-from flowcorr.rollout.broken import decoder_dtype, overflow
+from flowcorr.rollout.broken import overflow
+from flowcorr.rollout.precision import decoder_dtype
 
 
 def check_finite(exam: Exam) -> Finding:
