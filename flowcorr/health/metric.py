@@ -8,12 +8,12 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from flowcorr.health.rule import Rule
+from flowcorr.questions.question import Question
 
 if TYPE_CHECKING:
     from flowcorr.metrics import Stat
     from flowcorr.records import Terms
 
-NATS = "nats per latent element"
 _RANGE = ("low", "high", "serious", "patience")
 
 
@@ -68,9 +68,18 @@ def row(name: str, meaning: str, unit: str = "", **facts: Any) -> Metric:
     return Metric(name=name, meaning=meaning, unit=unit, **facts)
 
 
+def asked(question: Question, **facts: Any) -> Metric:
+    """The metric of a question, with its rule."""
+    rule = Rule.of(question)
+    metric = row(
+        question.logged_as, question.meaning or f"{question.what}.", question.unit, rule=rule, **facts
+    )
+    return named(metric, metric.name)
+
+
 def under(prefix: str, *metrics: Metric) -> tuple[Metric, ...]:
-    """Rows with `prefix` before their names."""
-    return tuple(named(metric, prefix + metric.name) for metric in metrics)
+    """Rows with `prefix` before their names, but where it is there already."""
+    return tuple(named(metric, prefix + metric.name.removeprefix(prefix)) for metric in metrics)
 
 
 def over(base: Metric, own: Metric) -> Metric:

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from flowcorr.health.metric import NATS, Drawn, row, under
+from flowcorr.health.metric import Drawn, asked, row, under
 from flowcorr.health.of_residuals import RESIDUALS, image_limit
 from flowcorr.health.rule import DOCTOR, PERSISTENT, Rule, Units
 from flowcorr.questions.normal import largest_kl
-from flowcorr.questions.question import AFTER, BEFORE, BETWEEN, BEYOND, ERRORS, IMAGES_REMEDY, REWARD
+from flowcorr.questions.question import AFTER, BEFORE, BETWEEN, BEYOND, ERRORS, IMAGES_REMEDY, NATS, REWARD
 
 _ROUNDED = 1e-5  # nats a latent element: the rounding of a log-prob in float32
 
@@ -180,39 +180,27 @@ DRIFT = under(
         "under the same weights.",
         NATS,
     ),
-    row(
-        "replay/before",
-        "Replay: error of the steps from the initial noise to the SDE window, as a multiple of "
-        "`replay/window`.",
-        "`replay/window`",
+    asked(
+        BEFORE,
         chart=Drawn(
             section="replay",
             title="Before the window",
             remark="error of the way there, in errors of the window",
         ),
-        rule=Rule.of(BEFORE),
     ),
-    row(
-        "replay/between",
-        "Replay: error of the steps between those of the SDE window, as a multiple of "
-        "`replay/window`; absent where no step lies there, as in a consecutive window.",
-        "`replay/window`",
+    asked(
+        BETWEEN,
         chart=Drawn(
             section="replay",
             title="Between its steps",
             remark="error of the way there, in errors of the window",
         ),
-        rule=Rule.of(BETWEEN),
     ),
-    row(
-        "replay/after",
-        "Replay: error of the steps from the SDE window to the final latents, as a multiple of "
-        "`replay/window`.",
-        "`replay/window`",
+    asked(
+        AFTER,
         chart=Drawn(
             section="replay", title="After the window", remark="error of the way on, in errors of the window"
         ),
-        rule=Rule.of(AFTER),
     ),
     row(
         "replay/window",
@@ -252,14 +240,11 @@ DRIFT = under(
             "are not finite: check the files of its VAE, and where model.dtype is not float32, try that",
         ),
     ),
-    row(
-        "replay/reward",
-        "Replay: largest difference between a score and a second score of the same image.",
-        "std of the scores",
+    asked(
+        REWARD,
         chart=Drawn(
             section="replay", title="Reward", remark="standard deviations of the scores, worst image"
         ),
-        rule=Rule.of(REWARD),
     ),
     row(
         "score_drift",

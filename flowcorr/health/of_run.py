@@ -6,18 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from flowcorr.health.metric import NATS, Drawn, row, under
+from flowcorr.health.metric import Drawn, asked, row, under
 from flowcorr.health.rule import DOCTOR, PERSISTENT, Limit, Rule, Units
 from flowcorr.questions.normal import Moment, ranges
-from flowcorr.questions.question import (
-    LATENTS,
-    LOG_PROBS,
-    SIGMAS,
-    STDS,
-    STEP_NOISE,
-    TRAJECTORIES,
-    WINDOWS,
-)
+from flowcorr.questions.question import NATS, OF_ROLLOUTS, STEP_NOISE
 
 _SHARED_ERRORS = 8.0  # a sum of squares has a longer tail on the right: as rare as 6 of a normal variable
 
@@ -233,66 +225,7 @@ RUN = (
         row("staleness_mean", "Mean age of the weights that sampled.", "training steps"),
         row("staleness_max", "Largest age of the weights that sampled.", "training steps"),
         row("dropped_stale_samples", "Samples dropped because their weights were too old.", "samples"),
-        row(
-            "other_windows",
-            "Share of samples whose SDE steps are not those that their seeds give, or whose noise levels are not those "
-            "of the schedule; such an engine ignores `sde_window_layout`, `sde_window_range` or `window_per`, seeds by "
-            "other numbers, or has another scheduler.",
-            "share",
-            rule=Rule.of(
-                WINDOWS,
-                "the engine draws windows of its own, and fewer of the schedule's steps may be trained than "
-                f"the recipe asks for: {WINDOWS.remedy}; or its noise levels are others: {SIGMAS.remedy}",
-            ),
-        ),
-        row(
-            "broken_trajectories",
-            "Share of samples whose latents do not fit together where they have no choice: the first step begins at "
-            "the seeds' initial noise, a step of the window ends where the next of the schedule begins, and the last "
-            "one ends at the final latents.",
-            "share",
-            rule=Rule.of(
-                TRAJECTORIES,
-                "the initial noise is not that of its seeds, in size or place, or latents of another sample or "
-                f"step were returned: {TRAJECTORIES.remedy}",
-            ),
-        ),
-        row(
-            "coarse_latents",
-            "Share of samples with latents that were rounded to half precision, or clamped to a bound.",
-            "share",
-            rule=Rule.of(LATENTS),
-        ),
-        row(
-            "log_prob_error",
-            "Largest difference of a log-prob from that of the noise that the seeds give to its step; an equality in "
-            "every precision.",
-            NATS,
-            rule=Rule.of(
-                LOG_PROBS,
-                "the engine draws other noise than (seed, training step, group, member) and step index give, in "
-                "its size or its place, or returns log-probs of other samples, or such that are not mean-pooled, "
-                f"normalised and float32: {DOCTOR}",
-            ),
-        ),
-        row(
-            "std_error",
-            "Largest relative difference of a step's std from the one that the configuration gives.",
-            "share",
-            rule=Rule.of(STDS),
-        ),
-        row(
-            "noise_z_max",
-            "How many standard errors the step noise `(x' - mean) / s` is from the noise that the seeds give, along "
-            "it: of the worst step, or of all together. The gap of both policies does not depend on that noise, so "
-            "that neither rounding nor staleness is in it.",
-            "standard deviations",
-            rule=Rule.of(
-                STEP_NOISE,
-                "the noise of a step has another size or other seeds, belongs to another sample, or latents "
-                f"moved after the step: {STEP_NOISE.remedy}",
-            ),
-        ),
+        *map(asked, (*OF_ROLLOUTS, STEP_NOISE)),
         row(
             "noise_std",
             "Standard deviation of the step noise `(x' - mean) / s`, as the rollout's log-probs imply "

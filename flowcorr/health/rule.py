@@ -117,14 +117,14 @@ class Rule:
     metric: str = ""
 
     @classmethod
-    def of(cls, question: Question, advice: str = "") -> Self:
-        """The rule of a question; the advice is its remedy unless there is more to say."""
+    def of(cls, question: Question) -> Self:
+        """The rule of a question."""
         return cls(
             name=question.name,
             what=question.what,
             high=question.limit,
             fault=question.fault,
-            advice=advice or question.remedy,
+            advice=question.advice,
         )
 
     def limits(self, units: Units) -> tuple[float, float]:

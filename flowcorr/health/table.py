@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from flowcorr.config.schema import Config
 from flowcorr.errors import ConfigError
-from flowcorr.health.metric import Metric, named, over
+from flowcorr.health.metric import Metric, asked, named, over
 from flowcorr.health.of_correction import REJECTION, WEIGHTS
 from flowcorr.health.of_gap import DRIFT, STEPS, WORKERS
 from flowcorr.health.of_run import RUN, UPDATE
@@ -58,8 +58,7 @@ def rows_of(config: Config) -> tuple[Metric, ...]:
                 f"trainer.checks: {question.logged_as!r} is logged already; give the question {question.name!r} "
                 "another name or metric"
             )
-        asked = Metric(name=question.logged_as, meaning=f"{question.what}.", rule=Rule.of(question))
-        rows[asked.name] = named(asked, asked.name)
+        rows[question.logged_as] = asked(question)
     return tuple(rows.values())
 
 

@@ -60,7 +60,7 @@ def judge(folder: Path, steps: int, draw: random.Random) -> Counter[str]:
         try:
             gate.check(
                 step,
-                Metrics.from_stats({name: maximum(value) for name, value in values.items()}),
+                Metrics({name: maximum(value) for name, value in values.items()}),
                 lambda: None,
             )
         except RolloutFault as fault:

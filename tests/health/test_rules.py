@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from flowcorr.config import load, load_mapping
-from flowcorr.health.metric import NATS
 from flowcorr.health.rule import Units
 from flowcorr.health.rules import HealthMonitor, examine_run, units_of, units_of_setting
 from flowcorr.health.setting import Setting
 from flowcorr.health.table import RULES
+from flowcorr.questions.question import NATS
 from flowcorr.rollout.precision import LARGEST_DISTANCE, MARGIN, ROUNDINGS
 from tests.judging import examine_step
 

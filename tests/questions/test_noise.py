@@ -240,7 +240,7 @@ def test_the_noise_of_a_part_of_a_batch_is_judged_alike(make_run):
     changed = replace(rollout, window=replace(rollout.window, next_latents=latents))
     scores = run.actor.log_probs(changed, with_means=True)
     one = compared(run, changed, scores)
-    metrics = ask(one, [STEP_NOISE]).compute()
+    metrics = Metrics(ask(one, [STEP_NOISE])).compute()
     assert metrics["rollout/noise_z_max"] == pytest.approx(
         measured(run, changed)["rollout/noise_z_max"], rel=1e-5
     )

@@ -41,7 +41,16 @@ from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import judged, of_check, skipped
 from flowcorr.metrics import Metrics
 from flowcorr.questions.ask import ask
-from flowcorr.questions.question import LATENTS, STDS, TRAJECTORIES, Question, own_questions
+from flowcorr.questions.question import (
+    LATENTS,
+    LOG_PROBS,
+    OF_ROLLOUTS,
+    STDS,
+    TRAJECTORIES,
+    WINDOWS,
+    Question,
+    own_questions,
+)
 
 
 def _of_replay(check: str) -> Callable[[Captured], Finding | None]:
@@ -69,6 +78,8 @@ def _of_question(question: Question) -> Callable[[Exam], Finding]:
     return check
 
 
+_PLACED = (WINDOWS, LATENTS, STDS, LOG_PROBS, TRAJECTORIES)
+"""The questions that have a place among the checks; others are asked after them."""
 OF_TRIALS: Mapping[str, Callable[[Exam], Finding | None]] = {
     "adapter": check_adapter,
     "finite": check_finite,
@@ -129,7 +140,8 @@ def check_trials(exam: Exam) -> dict[str, Finding]:
         elif (finding := OF_TRIALS[check.name](exam)) is not None:
             findings[check.name] = _named(check.name, finding)
             failed |= {check.name} if finding.level == "serious" else set()
-    for question in own_questions(exam.config):
+    others = [question for question in OF_ROLLOUTS if question not in _PLACED]
+    for question in (*others, *own_questions(exam.config)):
         findings[question.name] = of_check(question.name, _of_question(question)(exam))
     return findings
 

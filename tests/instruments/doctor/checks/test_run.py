@@ -5,8 +5,9 @@ from instruments.doctor.faults import check as examined
 from instruments.doctor.faults import finding_of, separate
 
 from flowcorr.instruments.doctor.checks import CHECKS
+from flowcorr.instruments.doctor.checks import run as checks_run
 from flowcorr.instruments.doctor.checks.run import OF_CAPTURED, OF_TRIALS
-from flowcorr.questions.question import Question
+from flowcorr.questions.question import OF_ROLLOUTS, Question
 from tests.planted.plants import returning
 
 
@@ -43,6 +44,12 @@ LARGEST = Question(
     name="largest", **WORDS, number=lambda compared: compared.rollout.window.latents.abs().flatten(1).amax(1)
 )
 SILENT = Question(name="silent", **WORDS, number=lambda compared: None)
+
+
+def test_a_question_needs_no_check_of_its_own(small_run, monkeypatch):
+    monkeypatch.setattr(checks_run, "OF_ROLLOUTS", (*OF_ROLLOUTS, LARGEST))
+    run = small_run()
+    assert finding_of(examined(run, separate(run)), "largest").level == "healthy"
 
 
 def test_questions_of_ones_own_are_asked_and_a_fault_is_named(small_run):
