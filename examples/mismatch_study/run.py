@@ -7,12 +7,12 @@ them ran, on eight other seeds; `bypass` those of `arms_bypass.yaml`, on rejecti
 settings of these once more, on twelve other seeds; `quantized` those of `arms_quantized.yaml`, on a trainer in NF4
 beside an engine on the unquantized base; `equivalence` adds seeds to the first two arms of `confirm`, to tell whether
 int4 does harm that is worth a name; `centering` those of `arms_centering.yaml`, on score centering where all steps
-learn, which nobody has run yet; `samples` those of `arms_samples.yaml`, on learning from 12 of 24 images, and
-`samples_again` the better of them once more, on new seeds, which nobody has run yet either. `analyse` writes a table
-and a picture of each. A run is one arm with one seed. Its rows in the folder's `*.csv` are written when it ends; runs
-that have rows are not done again, so an interrupted study goes on where it was. `screen` and `confirm` take three to
-four CPU-hours, `bypass` and `bypass_again` two each, `samples` 1.3 and `samples_again` two, `equivalence` and
-`quantized` less than one each; `results/` holds ours. Needs `pip install -e '.[ocr]'`, `quantized` also
+learn; `samples` those of `arms_samples.yaml`, on learning from 12 of 24 images, and `samples_again` the better of them
+once more, on new seeds, which nobody has run yet. `analyse` writes a table and a picture of each. A run is one arm with
+one seed. Its rows in the folder's `*.csv` are written when it ends; runs that have rows are not done again, so an
+interrupted study goes on where it was. `screen` and `confirm` take three to four CPU-hours, `bypass` and `bypass_again`
+two each, `centering` and `samples` one, `samples_again` two, `equivalence` and `quantized` less than one each;
+`results/` holds ours. Needs `pip install -e '.[ocr]'`, `quantized` also
 `'.[quantized]'`.
 """
 
