@@ -31,7 +31,8 @@ GPU_SHARE = 0.8
 def bound_passes(scorer: Scorer, rollout: Rollout) -> None:
     """Set `scorer.rows` if the configuration leaves passes to the run, and the bound is not known yet.
 
-    All ranks have to call, and take the smallest bound of all. If a rank has no samples, a later call decides.
+    All ranks have to call, and take the smallest bound of those that have samples. If none has, or weights are sharded,
+    whose passes need all ranks, a later call decides.
 
     Args:
         scorer: scores the rows.
@@ -42,9 +43,11 @@ def bound_passes(scorer: Scorer, rollout: Rollout) -> None:
     """
     if scorer.is_measured:
         return
-    if not all(distributed.gather(rollout.num_samples, "the samples of each rank")):
+    samples = distributed.gather(rollout.num_samples, "the samples of each rank")
+    if not (all(samples) if scorer.weights.sharded else any(samples)):
         return
-    scorer.rows = min(distributed.gather(_largest_pass(scorer, rollout), "the largest pass"))
+    own = _largest_pass(scorer, rollout) if rollout.num_samples else None
+    scorer.rows = min(rows for rows in distributed.gather(own, "the largest pass") if rows is not None)
     if distributed.is_main():
         passes = scorer.passes
         logger.info(

@@ -91,17 +91,19 @@ def test_a_gpu_without_room_for_two_rows_takes_one(make_run, monkeypatch, fits, 
     assert all(parameter.grad is None for parameter in run.actor.weights.parameters.values())
 
 
-def on_ranks():
-    """The bound of a rank whose own memory allows 5 or 6 rows, first while the second rank has no sample."""
+def on_ranks(samples, sharded):
+    """The bound of ranks with these numbers of samples, whose own memory allows 6 and 5 rows."""
     run = start_run(small_config())
-    rollout, rank = run.sample(), distributed.rank()
-    bounds = []
+    rank, rollout = distributed.rank(), run.sample()
+    run.actor.weights.sharded = sharded
     with mock.patch.object(pass_bound, "_largest_pass", return_value=6 - rank):
-        for some in (rollout.select(slice(8 * (1 - rank))), rollout):
-            bound_passes(run.actor.scorer, some)
-            bounds.append(run.actor.scorer.rows)
-    return bounds
+        bound_passes(run.actor.scorer, rollout.select(slice(samples[rank])))
+    return run.actor.scorer.rows
 
 
-def test_all_ranks_take_the_smallest_bound(two_ranks):
-    assert two_ranks.call(on_ranks) == [[None, 5]] * 2
+@pytest.mark.parametrize(
+    ("samples", "sharded", "bound"),
+    [((8, 8), False, 5), ((8, 0), False, 6), ((0, 0), False, None), ((8, 8), True, 5), ((8, 0), True, None)],
+)
+def test_all_ranks_take_the_smallest_bound(samples, sharded, bound, two_ranks):
+    assert two_ranks.call(on_ranks, samples, sharded) == [bound] * 2
