@@ -15,9 +15,10 @@ from flowcorr.config.schema import Config
 from flowcorr.dumps import DumpedTerms
 from flowcorr.errors import RolloutFault
 from flowcorr.health.finding import Finding
+from flowcorr.health.metric import Metric
 from flowcorr.health.rule import BrokenRule
 from flowcorr.health.rules import broken_rules, units_of
-from flowcorr.health.table import rows_of, rules_of
+from flowcorr.health.table import rules_of
 from flowcorr.metrics import Metrics
 from flowcorr.questions.question import EQUALITY
 
@@ -29,11 +30,12 @@ class Gate:
 
     Args:
         config: the run's; with `trainer.on_fault: warn`, every step passes.
+        rows: of all its metrics, see `rows_of`.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, rows: Sequence[Metric]) -> None:
         stops = config.trainer.on_fault == "stop"
-        self._config, self._rules = config, rules_of(rows_of(config)) if stops else ()
+        self._config, self._rules = config, rules_of(rows) if stops else ()
         self._streaks: Counter[str] = Counter()
 
     def check(

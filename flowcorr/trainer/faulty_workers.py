@@ -30,7 +30,7 @@ from flowcorr.trainer.run import TrainingRun
 def faults_by_worker(
     run: TrainingRun, samples: Samples, scored: RewardOutput, step: int, fault: RolloutFault
 ) -> dict[int, list[Finding]]:
-    """Find the workers whose own samples prove a fault; every rank has to call.
+    """Find each worker with a fault in its own samples; every rank has to call.
 
     Args:
         run: the training run, whose weights are still those from before the update.
@@ -49,13 +49,13 @@ def faults_by_worker(
         for name in (NUM_ELEMENTS, USUAL_GAP, VELOCITY_DISTANCE)
         if name in fault.metrics
     }
-    found = {}
+    faults: dict[int, list[Finding]] = {}
     with distributed.fail_together("the search for faulty workers"):
         for worker in workers.unique().tolist():
             measured = _measure(run, samples, (workers == worker).nonzero().squeeze(1), scored, step)
-            found[worker] = run.gate.faults(facts | measured.compute())
-    ranks = distributed.gather(found, "the faults of each rollout worker")
-    return {worker: faults for rank in reversed(ranks) for worker, faults in rank.items() if faults}
+            faults[worker] = run.gate.faults(facts | measured.compute())
+    ranks = distributed.gather(faults, "the faults of each rollout worker")
+    return {worker: findings for rank in reversed(ranks) for worker, findings in rank.items() if findings}
 
 
 def _measure(run: TrainingRun, samples: Samples, rows: Tensor, scored: RewardOutput, step: int) -> Metrics:

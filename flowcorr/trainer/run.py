@@ -76,8 +76,8 @@ class TrainingRun:
 
     def __post_init__(self) -> None:
         config, actor = self.config, self.actor
-        self.mode, self.gate = AutoMode.of(config), Gate(config)
         self.rows, self.questions = rows_of(config), own_questions(config)
+        self.mode, self.gate = AutoMode.of(config), Gate(config, self.rows)
         self.usual_gap = usual_gap(config, actor.family.amplification(actor.guidance))
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from flowcorr import config
 from flowcorr.errors import RolloutFault
 from flowcorr.health.gate import Gate
 from flowcorr.health.rules import HealthMonitor, is_step, units_of
+from flowcorr.health.table import rows_of
 from flowcorr.metrics import Metrics, maximum
 from flowcorr.trackers.jsonl import read_metrics
 from tests.benchmarks.false_alarms import SIZES
@@ -48,7 +49,10 @@ def judge(folder: Path, steps: int, draw: random.Random) -> Counter[str]:
     varied = spreads(records)
     for step in range(1, steps + 1):
         if step % RUN == 1:
-            monitor, gate = HealthMonitor(units_of(run_config, records[0])), Gate(run_config)
+            monitor, gate = (
+                HealthMonitor(units_of(run_config, records[0])),
+                Gate(run_config, rows_of(run_config)),
+            )
         values = {
             name: value * draw.lognormvariate(0.0, varied.get(name, 0.0))
             for name, value in draw.choice(records).items()

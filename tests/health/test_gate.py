@@ -7,7 +7,7 @@ import pytest
 from flowcorr.config import load
 from flowcorr.errors import RolloutFault
 from flowcorr.health.gate import Gate
-from flowcorr.health.table import RULES
+from flowcorr.health.table import RULES, rows_of
 from flowcorr.metrics import Metrics, maximum
 
 SIZE = {"rollout/num_elements": 512, "rollout/usual_gap": 1e-3, "rollout/velocity_distance": 0.8}
@@ -17,7 +17,8 @@ USUAL_KL = (
 
 
 def gate(*overrides):
-    return Gate(load("tiny_ocr_lora", ["sampling.sde_window_size=2", "rollout.n=12", *overrides]))
+    config = load("tiny_ocr_lora", ["sampling.sde_window_size=2", "rollout.n=12", *overrides])
+    return Gate(config, rows_of(config))
 
 
 def causes(one, values, step=1):
