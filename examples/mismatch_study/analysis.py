@@ -11,6 +11,7 @@ from arms import SCREEN, UNCORRECTED, Arm
 ALPHA = 0.05
 MARGIN = 0.02  # of held-out exact match, below which a difference is not worth a name
 SHARED_PHASES = ("rollout", "reward", "correction", "update")
+MARGIN_OF_REWARD = 0.03  # of a JPEG's size as reward, a fifth of what a run gains
 Rows = Sequence[Mapping[str, str]]
 
 
@@ -63,7 +64,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Held-out exact match of an arm against a reference, paired by seed.
+    """The outcome of an arm, held-out exact match or reward, against a reference, paired by seed.
 
     Attributes:
         differences: arm minus reference, one a seed.
@@ -91,9 +92,11 @@ class Study:
 
     Args:
         rows: of its file, one a run and evaluation.
+        outcome: the column that is compared.
     """
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, outcome: str = "exact_match") -> None:
+        self.outcome = outcome
         self.runs: dict[Arm, dict[int, list[Mapping[str, str]]]] = {}
         for row in sorted(rows, key=lambda row: int(row["step"])):
             self.runs.setdefault(Arm.parse(row["arm"]), {}).setdefault(int(row["seed"]), []).append(row)
@@ -123,7 +126,7 @@ class Study:
 
     def equal_steps(self) -> list[Comparison]:
         """Every arm against its references after all steps."""
-        return self._compare(lambda arm, _, run: float(run[-1]["exact_match"]))
+        return self._compare(lambda arm, _, run: float(run[-1][self.outcome]))
 
     def equal_time(self) -> list[Comparison]:
         """Arms that save the recompute pass against references that do not, when the cheaper one ends.
@@ -133,7 +136,7 @@ class Study:
 
         def score(arm: Arm, other: Arm, run: Sequence[Mapping[str, str]]) -> float:
             budget = min(1.0, self.seconds_a_step(other) / self.seconds_a_step(arm))
-            return interpolate(run, budget * int(run[-1]["step"]))
+            return interpolate(run, budget * int(run[-1]["step"]), self.outcome)
 
         saving = [
             pair
@@ -176,13 +179,13 @@ class Study:
         return [replace(one, adjusted=value) for one, value in zip(found, adjusted, strict=True)]
 
 
-def interpolate(run: Sequence[Mapping[str, str]], step: float) -> float:
-    """Held-out exact match at a step between the last two evaluations of a run."""
+def interpolate(run: Sequence[Mapping[str, str]], step: float, column: str) -> float:
+    """A column at a step between the last two evaluations of a run."""
     if len(run) < 2:
-        return float(run[-1]["exact_match"])
+        return float(run[-1][column])
     before, after = run[-2:]
     share = (step - int(before["step"])) / (int(after["step"]) - int(before["step"]))
-    return (1 - share) * float(before["exact_match"]) + share * float(after["exact_match"])
+    return (1 - share) * float(before[column]) + share * float(after[column])
 
 
 # Table ---------------------------------------------------------------------------------------------------
@@ -230,11 +233,14 @@ def verdict(comparisons: Sequence[Comparison], where: str) -> list[str]:
 
 
 def _comparisons(study: Study, comparisons: Sequence[Comparison], title: str) -> list[str]:
-    lines = [f"| {title} | exact match | against | difference | p | by Holm |", "|---" * 6 + "|"]
+    lines = [
+        f"| {title} | {study.outcome.replace('_', ' ')} | against | difference | p | by Holm |",
+        "|---" * 6 + "|",
+    ]
     for one in comparisons:
-        exact = statistics.fmean(study.last(one.arm, "exact_match"))
+        mean = statistics.fmean(study.last(one.arm, study.outcome))
         lines.append(
-            f"| {one.arm} | {exact:.3f} | {one.reference} | {_signed(one)} | {one.p:.2g} | {one.adjusted:.2g} |"
+            f"| {one.arm} | {mean:.3f} | {one.reference} | {_signed(one)} | {one.p:.2g} | {one.adjusted:.2g} |"
         )
     return lines
 
@@ -327,7 +333,13 @@ def analyse(rows: Mapping[str, Rows], folder: Path) -> str:
         ("samples_again", "The better of them, on other seeds"),
     ):
         if studies[name].runs:
-            texts[f"{name}.md"] = at_equal_cpu(studies[name], title) + "\n"
+            texts[f"{name}.md"] = cheaper(studies[name], title, "at equal CPU time") + "\n"
+    if studies["longer"].runs:
+        texts["longer.md"] = longer(rows["longer"]) + "\n"
+    if studies["longer_jpeg"].runs:
+        of_detail = Study(rows["longer_jpeg"], "reward")
+        title = "Longer steps under a reward of fine detail"
+        texts["longer_jpeg.md"] = cheaper(of_detail, title, "at equal steps", MARGIN_OF_REWARD) + "\n"
     if studies["equivalence"].runs:
         both = Study([*rows["confirm"], *rows["equivalence"]])
         texts["equivalence.md"] = equivalence(both) + "\n"
@@ -362,21 +374,43 @@ def equivalence(study: Study) -> str:
     return within_margin(found)
 
 
-def within_margin(compared: Comparison) -> str:
-    """The two one-sided t tests of a comparison in a line: its 90 % interval, and whether it lies within `MARGIN`."""
+def within_margin(compared: Comparison, margin: float = MARGIN) -> str:
+    """The two one-sided t tests of a comparison in a line: its 90 % interval, and whether it lies within the margin."""
     count = len(compared.differences)
     error = statistics.stdev(compared.differences) / math.sqrt(count)
     half_width = t_quantile(2 * ALPHA, count - 1) * error
-    within = abs(compared.mean) + half_width < MARGIN
+    within = abs(compared.mean) + half_width < margin
     verdict = "equivalent" if within else "not shown to be equivalent"
     return (
         f"{compared.label}, {count} seeds: {compared.mean:+.4f}, 90 % interval ± {half_width:.4f}; "
-        f"within the margin of {MARGIN}: {verdict}."
+        f"within the margin of {margin}: {verdict}."
     )
 
 
-def at_equal_cpu(study: Study, title: str) -> str:
-    """The comparisons of arms whose steps were chosen to take equal CPU time, that time, and equivalence."""
+def longer(rows: Rows) -> str:
+    """Arms with longer steps after as many training steps as the recipe, and after as many as take its CPU time."""
+    of_recipe = min(
+        max(int(row["step"]) for row in rows if row["arm"] == arm) for arm in {row["arm"] for row in rows}
+    )
+    at_equal_steps = Study([row for row in rows if int(row["step"]) <= of_recipe])
+    title = "Longer steps after the window"
+    return "\n\n".join(
+        [
+            cheaper(at_equal_steps, title, "at equal steps"),
+            cheaper(Study(rows), f"{title}, more training steps", "at equal CPU time"),
+        ]
+    )
+
+
+def cheaper(study: Study, title: str, where: str, margin: float = MARGIN) -> str:
+    """The comparisons of arms whose rollouts cost less, the CPU time of each, and equivalence within the margin.
+
+    Args:
+        study: whose last rows are compared.
+        title: of the table.
+        where: the arms are compared: at equal steps, or at equal CPU time.
+        margin: of the outcome.
+    """
     compared = study.equal_steps()
     lines = ["| Arm | steps | CPU s of training |", "|---|---|---|"]
     for arm in study.runs:
@@ -385,9 +419,9 @@ def at_equal_cpu(study: Study, title: str) -> str:
     return "\n".join(
         [
             *(f"## {title}", ""),
-            *(*verdict(compared, "at equal CPU time"), ""),
-            *(*_comparisons(study, compared, "At equal CPU time"), ""),
-            *(*(f"- {within_margin(one)}" for one in compared), ""),
+            *(*verdict(compared, where), ""),
+            *(*_comparisons(study, compared, where[0].upper() + where[1:]), ""),
+            *(*(f"- {within_margin(one, margin)}" for one in compared), ""),
             *lines,
         ]
     )

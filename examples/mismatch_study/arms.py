@@ -9,7 +9,8 @@ CORRUPTED_SHARE = 0.1
 
 # Corrupted: a tenth of the samples were drawn for another prompt, see `hooks.WrongPrompts`. Quarter: one of four
 # workers has a fault, see `hooks.OneOfFour`. nf4_trainer: the trainer is quantized and the engine is not, see
-# `hooks.UnquantizedEngine`. 12_of_24: learns from the extremes of twice as many images.
+# `hooks.UnquantizedEngine`. 12_of_24: learns from the extremes of twice as many images. longer_2, longer_6: three
+# steps, or one, in place of the six that follow the window's range.
 _EXACT = "rollout.emulate=none"  # the recipe's own engine is an fp8 one
 ROLLOUTS = {
     "fp32": (_EXACT,),
@@ -24,6 +25,9 @@ ROLLOUTS = {
     "nf4_trainer": (_EXACT, "model.quantization=nf4"),
     "fp32_12_of_24": (_EXACT, "rollout.n=24", "rollout.n_learned=12"),
     "fp32_24_of_24": (_EXACT, "rollout.n=24"),
+    "fp8_longer_2": ("rollout.emulate=fp8", "sampling.post_window_stride=2"),
+    "fp8_longer_6": ("rollout.emulate=fp8", "sampling.post_window_stride=6"),
+    "fp32_longer_6": (_EXACT, "sampling.post_window_stride=6"),
 }
 # `all`: every step but the last, whose std is 7e-4. Smaller micro-batches halve its time and change no gradient.
 WINDOWS = {
@@ -136,11 +140,18 @@ class Arm:
     def references(self) -> list["Arm"]:
         """What it is compared with: uncorrected training, and for weights their control; for that, no gap.
 
-        Chosen samples are compared with as few and with as many that are all learned from.
+        Chosen samples are compared with as few and with as many that are all learned from, longer steps with the
+        recipe's own.
         """
         plain = Arm(self.rollout, self.window, UNCORRECTED)
         if self == plain:
-            others = {"fp32": (), "fp32_12_of_24": ("fp32", "fp32_24_of_24")}.get(self.rollout, ("fp32",))
+            others: tuple[str, ...] = ("fp32",)
+            if self.rollout == "fp32":
+                others = ()
+            elif self.rollout == "fp32_12_of_24":
+                others = ("fp32", "fp32_24_of_24")
+            elif "_longer_" in self.rollout:
+                others = (self.rollout.partition("_")[0],)
             return [replace(self, rollout=other) for other in others]
         control = Arm(self.rollout, self.window, CONTROL)
         if self.correction == AUTO_BAND:

@@ -8,16 +8,18 @@ settings of these once more, on twelve other seeds; `quantized` those of `arms_q
 beside an engine on the unquantized base; `equivalence` adds seeds to the first two arms of `confirm`, to tell whether
 int4 does harm that is worth a name; `centering` those of `arms_centering.yaml`, on score centering where all steps
 learn; `samples` those of `arms_samples.yaml`, on learning from 12 of 24 images, and `samples_again` the better of them
-once more, on new seeds, which nobody has run yet. `analyse` writes a table and a picture of each. A run is one arm with
-one seed. Its rows in the folder's `*.csv` are written when it ends; runs that have rows are not done again, so an
-interrupted study goes on where it was. `screen` and `confirm` take three to four CPU-hours, `bypass` and `bypass_again`
-two each, `centering` and `samples` one, `samples_again` two, `equivalence` and `quantized` less than one each;
-`results/` holds ours. Needs `pip install -e '.[ocr]'`, `quantized` also
-`'.[quantized]'`.
+once more, on new seeds, which nobody has run yet; `longer` those of `arms_longer.yaml`, on longer steps after the
+window, and `longer_jpeg` those of `arms_longer_jpeg.yaml`, where the reward is of fine detail. `analyse` writes a table
+and a picture of each. A run is one arm with one seed. Its rows in the folder's `*.csv` are written when it ends; runs
+that have rows are not done again, so an interrupted study goes on where it was. `screen` and `confirm` take three to
+four CPU-hours, `bypass`, `bypass_again`, `samples_again` and `longer` two each, `centering` and `samples` one,
+`longer_jpeg`, `equivalence` and `quantized` less than one each; `results/` holds ours. Needs `pip install -e '.[ocr]'`,
+`quantized` also `'.[quantized]'`.
 """
 
 import argparse
 import csv
+import math
 import multiprocessing
 import signal
 import statistics
@@ -54,10 +56,6 @@ METRICS = {  # column -> metric, meaned over the training steps since the last e
     "clipped": "actor/pg_clipfrac",
     "grad_norm": "actor/grad_norm",
 }
-PHASE_NAMES = (
-    *("screen", "confirm", "bypass", "bypass_again", "quantized", "equivalence", "centering"),
-    *("samples", "samples_again"),
-)
 Row = dict[str, object]
 
 
@@ -70,9 +68,11 @@ class Phase:
         arms: what is compared.
         seeds: training seeds; every arm gets all of them. `bypass` has those of `confirm`; no other phases share one.
         words: held-out words of an evaluation.
-        steps: training steps by window, or by rollout; evaluated half way and at the end.
+        steps: training steps by window, or by rollout.
         overrides: configuration keys for all its runs.
         served: whether its runs are also evaluated on the unquantized base.
+        recipe: that its runs vary.
+        evaluated: after which step, beside the end; None: half way.
     """
 
     name: str
@@ -82,10 +82,13 @@ class Phase:
     steps: Mapping[str, int]
     overrides: tuple[str, ...] = ()
     served: bool = False
+    recipe: str = RECIPE
+    evaluated: int | None = None
 
-    def num_steps(self, arm: Arm) -> int:
-        """Training steps of an arm."""
-        return self.steps[arm.rollout if arm.rollout in self.steps else arm.window]
+    def evaluations(self, arm: Arm) -> list[int]:
+        """The training steps of an arm after which it is evaluated, the last at its end."""
+        end = self.steps[arm.rollout if arm.rollout in self.steps else arm.window]
+        return sorted({self.evaluated or end // 2, end})
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,39 @@ def samples_again(rows: Sequence[Mapping[str, str]]) -> Phase:
     return replace(samples(), name="samples_again", arms=(reference, better), seeds=tuple(range(84, 112)))
 
 
+def longer() -> Phase:
+    """Evaluated after as many steps as the recipe, and after as many as take its CPU time."""
+    return Phase(
+        name="longer",
+        arms=tuple(chosen(HERE / "arms_longer.yaml")),
+        seeds=tuple(range(120, 148)),
+        words=512,
+        steps={"fp8": 18, "fp8_longer_2": 20, "fp8_longer_6": 22},
+        evaluated=18,
+    )
+
+
+def longer_jpeg() -> Phase:
+    return Phase(
+        name="longer_jpeg",
+        arms=tuple(chosen(HERE / "arms_longer_jpeg.yaml")),
+        seeds=tuple(range(150, 162)),
+        words=512,
+        steps={"two": 30},
+        recipe="tiny_jpeg_lora",
+    )
+
+
+PARTS = {
+    phase.__name__: phase
+    for phase in (
+        *(screen, confirm, bypass, bypass_again, quantized, equivalence, centering),
+        *(samples, longer, longer_jpeg),
+    )
+}
+PHASE_NAMES = (*PARTS, "samples_again")
+
+
 class PhaseClock:
     """CPU seconds of each phase of a step; a wall clock would also count what else the machine does."""
 
@@ -170,10 +206,10 @@ class PhaseClock:
 def train(run: Run) -> list[Row]:
     """Train and evaluate; one row an evaluation. Its times are of training alone, but for `cpu_total`."""
     born = time.process_time()
-    steps = run.phase.num_steps(run.arm)
+    evaluations = run.phase.evaluations(run.arm)
     keys = [f"trainer.seed={run.seed}", f"data.num_heldout={run.phase.words}", *IN_TURN, *run.phase.overrides]
     keys.append("trainer.on_fault=warn")  # some arms plant the faults that would stop them
-    training, data = build_run(config.load(RECIPE, [*run.arm.overrides(), *keys]))
+    training, data = build_run(config.load(run.phase.recipe, [*run.arm.overrides(), *keys]))
     if run.arm.corrupted:
         training = replace(
             training, engine=WrongPrompts(training.engine, share=CORRUPTED_SHARE, seed=run.seed)
@@ -195,14 +231,14 @@ def train(run: Run) -> list[Row]:
     rows: list[Row] = []
     seen: list[Mapping[str, float]] = []
     clock, wall = PhaseClock(), 0.0
-    for step in range(1, steps + 1):
+    for step in range(1, evaluations[-1] + 1):
         begin = time.perf_counter()
         clock("other")
         result = train_step(training, step, clock)
         clock("other")
         wall += time.perf_counter() - begin
         seen.append(result.metrics.compute())
-        if step in (steps // 2, steps):
+        if step in evaluations:
             scores = evaluate(training, data.heldout).metrics
             of_served: Row = {}
             if run.phase.served:
@@ -213,7 +249,7 @@ def train(run: Run) -> list[Row]:
                     "arm": str(run.arm),
                     "seed": run.seed,
                     "step": step,
-                    "exact_match": scores["eval/exact_match"],
+                    "exact_match": scores.get("eval/exact_match", math.nan),
                     "reward": scores["eval/reward"],
                     **of_served,
                     **{column: _mean(seen, name) for column, name in METRICS.items()},
@@ -334,24 +370,10 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     # Which ends the pool's processes too.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    if arguments.phase in ("screen", "all"):
-        do(screen(), arguments.out, arguments.jobs)
-    if arguments.phase in ("confirm", "all"):
-        do(confirm(), arguments.out, arguments.jobs)
-    if arguments.phase in ("bypass", "all"):
-        do(bypass(), arguments.out, arguments.jobs)
-    if arguments.phase in ("bypass_again", "all"):
-        do(bypass_again(), arguments.out, arguments.jobs)
-    if arguments.phase in ("quantized", "all"):
-        do(quantized(), arguments.out, arguments.jobs)
-    if arguments.phase in ("equivalence", "all"):
-        do(equivalence(), arguments.out, arguments.jobs)
-    if arguments.phase in ("centering", "all"):
-        do(centering(), arguments.out, arguments.jobs)
-    if arguments.phase in ("samples", "all"):
-        do(samples(), arguments.out, arguments.jobs)
-    if arguments.phase in ("samples_again", "all"):
-        do(samples_again(read(arguments.out / "samples.csv")), arguments.out, arguments.jobs)
+    for name in PHASE_NAMES:
+        if arguments.phase in (name, "all"):
+            phase = PARTS[name]() if name in PARTS else samples_again(read(arguments.out / "samples.csv"))
+            do(phase, arguments.out, arguments.jobs)
     if arguments.phase in ("analyse", "all"):
         rows = {name: read(arguments.out / f"{name}.csv") for name in PHASE_NAMES}
         print(analyse(rows, arguments.out))

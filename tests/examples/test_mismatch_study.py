@@ -294,7 +294,7 @@ def test_what_is_learned_from_is_compared_in_equal_cpu_time_on_seeds_of_its_own(
     assert again.arms == (one, many)
     assert not {*phase.seeds} & {*again.seeds}
     assert not {*phase.seeds, *again.seeds} & seeds
-    assert all(phase.num_steps(arm) % 2 == 0 for arm in phase.arms)
+    assert [phase.evaluations(arm) for arm in phase.arms] == [[18, 36], [10, 20], [9, 18]]
 
     few = tuple(key for key in SMALL if not key.startswith("rollout.n="))
     small = replace(phase, seeds=(72, 73), words=4, steps=dict.fromkeys(phase.steps, 1), overrides=few)
@@ -329,6 +329,47 @@ def test_an_unquantized_engine_is_exact_for_the_adapter_and_apart_from_the_quant
         (actor.log_probs(drawn).log_probs - drawn.log_probs).abs() for actor in (engine.actor, run.actor)
     )
     assert exact.max() < 1e-5 < coarse.max()
+
+
+def test_longer_steps_are_compared_after_as_many_steps_and_in_equal_cpu_time(study, tmp_path):
+    from flowcorr import config
+
+    phase, of_detail = study.run.longer(), study.run.longer_jpeg()
+    own, three, one = phase.arms
+    assert (own.references, three.references, one.references) == (
+        [study.arms.Arm.parse("fp32/two/uncorrected")],
+        [own],
+        [own],
+    )
+    assert [phase.evaluations(arm) for arm in phase.arms] == [[18], [18, 20], [18, 22]]
+    sampling = [config.load(phase.recipe, arm.overrides()).sampling for arm in phase.arms]
+    assert [each.post_window_stride for each in sampling] == [1, 2, 6]
+    assert config.load(phase.recipe, own.overrides()).rollout == config.load(phase.recipe).rollout
+    names = [name for name in study.run.PHASE_NAMES if name != "samples_again"]
+    seeds = {name: {*getattr(study.run, name)().seeds} for name in names}
+    seeds["samples_again"] = set(range(84, 112))
+    for name in ("longer", "longer_jpeg"):
+        assert not seeds[name] & set().union(*(seeds[other] for other in seeds if other != name))
+
+    few = tuple(key for key in SMALL if not key.startswith("sampling."))
+    steps = {"fp8": 1, "fp8_longer_2": 2, "fp8_longer_6": 2}
+    small = replace(phase, seeds=(120, 121), words=4, steps=steps, evaluated=1, overrides=few)
+    study.run.do(small, tmp_path, 1)
+    detail = replace(of_detail, seeds=(150, 151), words=4, steps={"two": 2}, overrides=few)
+    study.run.do(detail, tmp_path, 1)
+    rows = {name: study.run.read(tmp_path / f"{name}.csv") for name in ("longer", "longer_jpeg")}
+    assert [row["step"] for row in rows["longer"]] == 2 * ["1", "1", "2", "1", "2"]
+    text = study.analysis.analyse({name: [] for name in study.run.PHASE_NAMES} | rows, tmp_path)
+    assert (
+        text.count(f"- {one} against {own}, 2 seeds: ")
+        == text.count(f"- {three} against {own}, 2 seeds: ")
+        == 2
+    )
+    rewards = {row["arm"]: float(row["reward"]) for row in rows["longer_jpeg"] if row["seed"] == "151"}
+    assert len(rewards) == 2
+    assert "| At equal steps | reward | against |" in (tmp_path / "longer_jpeg.md").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.quantized
