@@ -216,7 +216,7 @@ class PromptStream:
 
     def __init__(self, prompts: tuple[Prompt, ...], *, seed: int, position: int = 0) -> None:
         if not prompts:
-            raise ConfigError("a prompt stream needs at least one prompt")
+            raise ConfigError("prompts=() is empty; a prompt stream needs at least one")
         self.position = position
         self._prompts = prompts
         self._seed = seed

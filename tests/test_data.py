@@ -127,27 +127,14 @@ def test_a_target_field_that_no_line_has_is_named(tmp_path):
     ]
     path = write(tmp_path, "\n".join(lines), "prompts.jsonl")
     assert [prompt.target for prompt in read_prompts(path, target_field="words")] == ["OPEN", "blue"]
-    with pytest.raises(
-        ConfigError, match=r"prompts.jsonl: data.target_field='word' is unknown \(did you mean words\?"
-    ):
+    with pytest.raises(ConfigError, match=r"prompts\.jsonl: data\.target_field='word' .* words\?"):
         read_prompts(path, target_field="word")
     assert len(read_prompts(write(tmp_path, "a sign"), target_field="words")) == 1
 
 
-@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
-def test_utf_16_without_a_mark_is_named(tmp_path, suffix):
-    """As some editors write it: of ASCII, each second byte is zero, and the file reads as UTF-8."""
-    path = tmp_path / f"prompts.{suffix}"
-    path.write_bytes('{"prompt": "a sign"}'.encode("utf-16-le"))
-    with pytest.raises(ConfigError, match=r"data.path='.*' holds zero bytes: it is UTF-16"):
-        read_prompts(path)
-
-
 def test_lines_of_json_in_a_text_file_are_named(tmp_path):
     path = write(tmp_path, 'a sign\n{"prompt": "a sign", "target": "OPEN"}\n')
-    with pytest.raises(
-        ConfigError, match=r":2 is a JSON object, but a .txt file holds plain prompts; name it .jsonl"
-    ):
+    with pytest.raises(ConfigError, match=r"prompts\.txt:2 .* \.jsonl"):
         read_prompts(path)
     assert read_prompts(write(tmp_path, "{a sign}"))[0].text == "{a sign}"
 
@@ -159,9 +146,9 @@ def test_heldout_prompts_of_a_file_of_their_own(tmp_path):
     assert texts(split.train) == ["one", "three"]  # nothing is on both sides
     assert sorted(texts(split.heldout)) == ["five", "four", "two"]  # each text once
     assert len(load(train, heldout_path=str(heldout), num_heldout=2).heldout) == 2
-    with pytest.raises(ConfigError, match=r"data\.heldout_path='.*gone.txt' does not exist"):
+    with pytest.raises(ConfigError, match=r"data\.heldout_path='.*gone\.txt'"):
         load(train, heldout_path=str(tmp_path / "gone.txt"))
-    with pytest.raises(ConfigError, match=r"data\.heldout_path='.*' leaves no training prompt of 3"):
+    with pytest.raises(ConfigError, match=r"data\.heldout_path='.*train\.txt' .* of 3;"):
         load(train, heldout_path=str(train))
 
 
@@ -208,35 +195,37 @@ def test_a_prompt_in_another_spelling_is_the_same_prompt(tmp_path, respelt):
         tmp_path, "\n".join([*map(json.dumps, ({"prompt": line} for line in lines)), *others]), "both.jsonl"
     )
     assert len(load(both).heldout) == len(split.heldout)  # each once
-    with pytest.raises(ConfigError, match="leaves no training prompt of 60"):
+    with pytest.raises(ConfigError, match=r"data\.heldout_path='.*spelt\.jsonl' .* of 60;"):
         load(plain, heldout_path=str(spelt))
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "named"),
     [
-        ('{"prompt": "a"', r"prompts.jsonl:2 is not JSON .*each line must be an object such as"),
-        ('["a"]', "prompts.jsonl:2 is a JSON list"),
-        ('{"text": "a"}', 'prompts.jsonl:2 has no "prompt"'),
-        ('{"prompt": 3}', 'prompts.jsonl:2 has "prompt": 3'),
-        ('{"prompt": "  "}', 'prompts.jsonl:2 has "prompt": "  "'),
-        ('{"prompt": "\\u200b"}', r'prompts.jsonl:2 has "prompt": "\\u200b"'),
-        ('{"prompt": "a", "target": ["b"]}', r'prompts.jsonl:2 has "target": \["b"\]'),
-        ('{"prompt": "a", "tag": 3}', 'prompts.jsonl:2 has "tag": 3'),
-        ('{"prompt": "a", "prompt": "b"}', "prompts.jsonl:2 .*the key 'prompt' is given twice"),
-        ('{"prompt": "a", "box": {"x": 1, "x": 2}}', "prompts.jsonl:2 .*the key 'x' is given twice"),
-        ('{"prompt": "a\\u0000b"}', r'prompts.jsonl:2 has "prompt": "a\\u0000b", a zero character'),
-        ('{"caption": "a"}', r'prompts.jsonl:2 has no "prompt" \(rename "caption" to "prompt"\)'),
-        *(
-            (f'{{"prompt": "a", "score": {number}}}', f"prompts.jsonl:2 .*the number {number} is not finite")
-            for number in ("NaN", "-Infinity", "1e999")
-        ),
-        ('{"prompt": "a", "box": [{"x": NaN}]}', "prompts.jsonl:2 .*the number NaN is not finite"),
+        ('{"prompt": "a"', r"not JSON \(.* 15\).*\"prompt\": "),
+        ('["a"]', "JSON list"),
+        ('{"text": "a"}', r'no "prompt" \(rename "text"'),
+        ('{"caption": "a"}', r'no "prompt" \(rename "caption"'),
+        ('{"prompt": 3}', '"prompt": 3,'),
+        ('{"prompt": "  "}', '"prompt": "  ",'),
+        ('{"prompt": "\\u200b"}', r'"prompt": "\\u200b",'),
+        ('{"prompt": "a", "target": ["b"]}', r'"target": \["b"\],'),
+        ('{"prompt": "a", "tag": 3}', '"tag": 3,'),
+        ('{"prompt": "a", "prompt": "b"}', r"\(the key 'prompt'"),
+        ('{"prompt": "a", "box": {"x": 1, "x": 2}}', r"\(the key 'x'"),
+        ('{"prompt": "a\\u0000b"}', r'"prompt": "a\\u0000b", a zero'),
+        ('{"prompt": "\\ud83d sign"}', r'"prompt": "\\ud83d sign", half'),
+        ('{"prompt": "a", "score": NaN}', "number NaN"),
+        ('{"prompt": "a", "score": -Infinity}', "number -Infinity"),
+        ('{"prompt": "a", "score": 1e999}', "number 1e999"),
+        ('{"prompt": "a", "box": [{"x": NaN}]}', "number NaN"),
+        pytest.param('{"prompt": "a", "score": %s}' % ("1" * 5000), r"JSON .*\(", id="5000 digits"),
+        pytest.param('{"prompt": "a", "score": %s}' % ("[" * 10**5), r"JSON .*\(", id="deep nesting"),
     ],
 )
-def test_malformed_line_is_named(tmp_path, line, message):
+def test_malformed_line_is_named(tmp_path, line, named):
     path = write(tmp_path, f'{{"prompt": "good"}}\n{line}\n', "prompts.jsonl")
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=rf"prompts\.jsonl:2 .*{named}"):
         load(path)
 
 
@@ -247,27 +236,35 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
 
 
 def test_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"absent.txt' does not exist.*tiny_words"):
+    with pytest.raises(ConfigError, match=r"data\.path='.*absent\.txt' .*tiny_words"):
         load(tmp_path / "absent.txt")
 
 
-@pytest.mark.parametrize("text", ["", "\n  \n"])
-def test_empty_file_is_refused(tmp_path, text):
-    with pytest.raises(ConfigError, match=r"prompts.txt' holds no prompt"):
-        load(write(tmp_path, text))
+UTF_16 = '{"prompt": "a sign"}'.encode("utf-16-le")
+"""As some editors write it, without a mark: each second byte is zero, and the file reads as UTF-8."""
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("prompts.txt", b"", "no prompt;"),
+        ("prompts.txt", b"\n  \n", "no prompt;"),
+        ("prompts.txt", b"\xff\xfe\x00a", "UTF-8 .*0xff"),
+        ("prompts.txt", UTF_16, "UTF-16"),
+        ("prompts.jsonl", UTF_16, "UTF-16"),
+    ],
+)
+def test_a_file_without_readable_prompts_is_named(tmp_path, name, content, named):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"data\.path='.*{name}' .*{named}"):
+        load(path)
 
 
 @pytest.mark.parametrize("name", ["prompts.json", "prompts", "tiny_word"])
 def test_other_file_types_are_refused(tmp_path, name):
     with pytest.raises(ConfigError, match=r"choose from \.txt, \.jsonl"):
         load(tmp_path / name)
-
-
-def test_file_that_is_no_text_is_refused(tmp_path):
-    path = tmp_path / "prompts.txt"
-    path.write_bytes(b"\xff\xfe\x00a")
-    with pytest.raises(ConfigError, match="cannot be read as UTF-8"):
-        load(path)
 
 
 def test_split_is_a_partition_of_about_the_right_size(tmp_path):
@@ -294,12 +291,6 @@ def test_number_of_heldout_prompts_is_bounded(tmp_path):
     assert turned_round.heldout == load(path, num_heldout=5).heldout
     assert load(path, num_heldout=5).heldout == load(path).heldout[:5]
     assert len(load(path, num_heldout=5).train) == len(load(path).train)
-
-
-@pytest.mark.parametrize("fraction", [0, 1, -0.1, 1.5, float("nan")])
-def test_fraction_must_lie_between_0_and_1(tmp_path, fraction):
-    with pytest.raises(ConfigError, match="heldout_fraction"):
-        load(write(tmp_path, "one\ntwo\n"), heldout_fraction=fraction)
 
 
 def test_tiny_words():
@@ -399,28 +390,12 @@ def test_the_digest_is_that_of_all_fields_in_order():
 
 
 def test_empty_stream_is_refused():
-    with pytest.raises(ConfigError, match="at least one prompt"):
+    with pytest.raises(ConfigError, match="^prompts="):
         PromptStream((), seed=0)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
 def test_what_is_no_file_is_not_waited_for(make, tmp_path):
     make(tmp_path / "prompts.txt")
-    with pytest.raises(
-        ConfigError, match=r"prompts.txt' is a folder, a pipe or a device; give a .txt or .jsonl file"
-    ):
+    with pytest.raises(ConfigError, match=r"data\.path='.*prompts\.txt' is a folder"):
         read_prompts(tmp_path / "prompts.txt")
-
-
-@pytest.mark.parametrize("value", ["1" * 5000, "[" * 10**5])
-def test_json_that_python_cannot_read_is_named_with_its_line(value, tmp_path):
-    (tmp_path / "prompts.jsonl").write_text(f'{{"prompt": "a"}}\n{{"prompt": "b", "number": {value}}}\n')
-    with pytest.raises(ConfigError, match=r"prompts.jsonl:2 is (not JSON|JSON that cannot be read)"):
-        read_prompts(tmp_path / "prompts.jsonl")
-
-
-def test_half_of_a_character_is_named(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "a sign"}\n{"prompt": "\\ud83d sign"}\n', encoding="utf-8")
-    with pytest.raises(ConfigError, match=r'prompts.jsonl:2 has "prompt": .*half of a character'):
-        load(path)

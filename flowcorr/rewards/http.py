@@ -106,10 +106,11 @@ class HttpReward:
             lambda batch: self._score(images[batch], prompts[batch]), batches, self.concurrency
         )
         names = list(outputs[0].extra) if outputs else []
-        if any(set(output.extra) != set(names) for output in outputs):
-            raise self.endpoint.error(
-                "answered other names in extra for one part of a batch than for another"
-            )
+        for output in outputs:
+            if set(output.extra) != set(names):
+                raise self.endpoint.error(
+                    f"answered the names {names} in extra for one part of a batch, and {list(output.extra)} for another"
+                )
         return RewardOutput(
             scores=_joined([output.scores for output in outputs]),
             extra={name: _joined([output.extra[name] for output in outputs]) for name in names},

@@ -1,3 +1,4 @@
+import errno
 import logging
 import socket
 import urllib.request
@@ -57,11 +58,11 @@ def test_as_reward_output_takes_any_numbers(value):
     [
         ([1.0, 2.0], r"reward mine returned shape \[2\].*\[3\]"),
         (1.0, r"returned shape \[\]"),
-        (None, r"^reward mine returned None; return one number for each of the 3 images"),
+        (None, "^reward mine .* None; .* 3 images"),
         (np.zeros((3, 1)), r"returned shape \[3, 1\]"),
         ([torch.zeros(1)] * 3, r"returned shape \[3, 1\]"),
-        (["a", "b", "c"], "not a sequence of numbers"),
-        ([10**400] * 3, "not a sequence of numbers"),
+        (["a", "b", "c"], "returned list, .*'a'"),
+        ([10**400] * 3, "returned list, .*too large"),
         ({"score": [1, 2, 3]}, "returned dict"),
         (RewardOutput(scores=np.zeros(3), extra={"hits": np.zeros(2)}), r"mine.extra\['hits'\].*\[2\]"),
     ],
@@ -81,17 +82,14 @@ def test_good_batch_has_no_failure(on_error):
 
 
 def test_fail_names_sample_prompt_reward_and_cause():
-    with pytest.raises(BackendError, match="two is not nice") as caught:
+    named = "dislikes_two .*sample 2 .*'prompt 2'.*ValueError: two is not nice;.*drop_group"
+    with pytest.raises(BackendError, match=named) as caught:
         score_batch(dislikes_two, IMAGES, PROMPTS)
-    for part in ("dislikes_two", "sample 2", "'prompt 2'", "ValueError", "drop_group"):
-        assert part in str(caught.value)
     assert isinstance(caught.value.__cause__, ValueError)
 
 
 def test_fail_names_non_finite_sample():
-    with pytest.raises(
-        BackendError, match=r"nan_at_one failed on sample 1 \(prompt 'prompt 1'\): it returned nan"
-    ):
+    with pytest.raises(BackendError, match="nan_at_one .*sample 1 .*'prompt 1'.* nan,"):
         score_batch(nan_at_one, IMAGES, PROMPTS)
 
 
@@ -131,9 +129,7 @@ def test_an_infinite_extra_is_a_failure_and_a_missing_one_is_none():
 
 def test_samples_without_a_picture_are_left_to_no_reward(caplog):
     broken = {2: "image 2 of group 0: nothing"}
-    with pytest.raises(
-        BackendError, match=r"^sample 2 \(prompt 'prompt 2'\) failed: image 2 of group 0: nothing"
-    ):
+    with pytest.raises(BackendError, match=rf"^sample 2 .*'prompt 2'.*: {broken[2]} \(1 of 4"):
         report_broken(PROMPTS, broken, "fail")
     with caplog.at_level(logging.WARNING):
         report_broken(PROMPTS, broken, "drop_group")
@@ -145,7 +141,7 @@ def test_samples_without_a_picture_are_left_to_no_reward(caplog):
 
 
 def test_a_failure_beside_a_missing_picture_keeps_its_place():
-    with pytest.raises(BackendError, match=r"failed on sample 2 \(prompt 'prompt 2'\)"):
+    with pytest.raises(BackendError, match="sample 2 .*'prompt 2'"):
         score_batch(dislikes_two, IMAGES, PROMPTS, broken=[0])
 
 
@@ -164,7 +160,7 @@ def test_batch_that_only_fails_as_a_whole():
             raise ValueError("too many")
         return first_pixel(images, prompts)
 
-    with pytest.raises(BackendError, match=r"too many.*each of them alone"):
+    with pytest.raises(BackendError, match="one_at_a_time .*ValueError: .* 4 samples"):
         score_batch(one_at_a_time, IMAGES, PROMPTS)
     output, failed = score_batch(one_at_a_time, IMAGES, PROMPTS, on_error="drop_group")
     assert not failed.any()
@@ -183,30 +179,36 @@ def test_mistakes_in_the_set_up_are_never_dropped(error):
 
 
 def test_wrong_number_of_scores_is_never_dropped():
-    with pytest.raises(BatchError, match=r"returned shape \[1\]"):
+    with pytest.raises(BatchError, match=r"shape \[1\]; .* \[4\]"):
         score_batch(lambda images, prompts: [1.0], IMAGES, PROMPTS, on_error="drop_group")
 
 
 @pytest.mark.parametrize(
-    "images",
-    [IMAGES.astype(np.float32), IMAGES[0], IMAGES.transpose(0, 3, 1, 2), IMAGES[:3]],
+    ("images", "named"),
+    [
+        (IMAGES.astype(np.float32), r"\(4, 2, 2, 3\) .* float32"),
+        (IMAGES[0], r"\(2, 2, 3\) .* uint8"),
+        (IMAGES.transpose(0, 3, 1, 2), r"\(4, 3, 2, 2\) .* uint8"),
+        (IMAGES[:3], "4 prompts .* 3 images"),
+    ],
     ids=["float", "one", "channels first", "too few"],
 )
-def test_images_are_checked(images):
-    with pytest.raises(BatchError, match="images"):
+def test_images_are_checked(images, named):
+    with pytest.raises(BatchError, match=named):
         score_batch(first_pixel, images, PROMPTS)
 
 
 def test_reward_that_knows_why_says_so(caplog):
     def unsure(images, prompts):
         scores = np.where(images[:, 0, 0, 0] == 1, np.nan, 5.0)
-        return RewardOutput(scores=scores, errors={1: "too dark"})
+        return RewardOutput(scores=scores, errors={1: reason})
 
-    with pytest.raises(BackendError, match=r"sample 1 \(prompt 'prompt 1'\): too dark; fix"):
+    reason = "too dark"
+    with pytest.raises(BackendError, match=rf"unsure .*sample 1 .*'prompt 1'\): {reason};"):
         score_batch(unsure, IMAGES, PROMPTS)
     output, failed = score_batch(unsure, IMAGES, PROMPTS, on_error="drop_group")
     assert failed.tolist() == [False, True, False, False]
-    assert "too dark" in caplog.text
+    assert reason in caplog.text
 
 
 @pytest.mark.parametrize("on_error", ["fail", "drop_group"])
@@ -215,10 +217,12 @@ def test_service_that_is_down_is_asked_once(on_error):
 
     def down(images, prompts):
         calls.append(len(prompts))
-        raise BackendError("the scorer is down")
+        raise error
 
-    with pytest.raises(BackendError, match="^the scorer is down$"):
+    error = BackendError("the scorer is down")
+    with pytest.raises(BackendError) as caught:
         score_batch(down, IMAGES, PROMPTS, on_error=on_error)
+    assert caught.value is error
     assert calls == [4]
 
 
@@ -250,12 +254,12 @@ def test_a_service_of_an_own_reward_that_cannot_be_reached_is_no_samples_fault(a
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # and does not listen
 
-        def reward(images, prompts):
+        def scorer(images, prompts):
             calls.append(len(prompts))
             ask(f"http://127.0.0.1:{closed.getsockname()[1]}/")
 
-        with pytest.raises(BackendError, match=r"^reward reward: its service cannot be reached: .*refused"):
-            score_batch(reward, IMAGES, PROMPTS, on_error=on_error)
+        with pytest.raises(BackendError, match=rf"^reward scorer: .*Errno {errno.ECONNREFUSED}\]"):
+            score_batch(scorer, IMAGES, PROMPTS, on_error=on_error)
     assert calls == [4]
 
 
@@ -276,9 +280,7 @@ def test_a_service_may_refuse_a_sample(serve, status, of_sample):
             False,
         ]
         return
-    with pytest.raises(
-        BackendError, match=rf"its service answered with an error: HTTPError: HTTP Error {status}"
-    ):
+    with pytest.raises(BackendError, match=f"^reward reward: .*HTTP Error {status}"):
         score_batch(reward, IMAGES, PROMPTS, on_error="drop_group")
 
 

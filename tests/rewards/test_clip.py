@@ -46,9 +46,7 @@ def test_weights_in_a_pickle_are_not_loaded(clip_folder, tmp_path):
     weights = folder / "model.safetensors"
     torch.save(load_file(weights), folder / "pytorch_model.bin")
     weights.unlink()
-    with pytest.raises(
-        ConfigError, match=r"reward mine: path=.*read from safetensors only.*CLIPModel.*save_pretrained"
-    ):
+    with pytest.raises(ConfigError, match=f"^reward mine: path='{folder}'.*CLIPModel.*save_pretrained"):
         load_clip("mine", str(folder), clip_folder, "cpu", "float32")
 
 
@@ -60,7 +58,7 @@ def test_a_weight_that_no_file_has_is_named(clip_folder, tmp_path, name):
     weights = load_file(folder / "model.safetensors")
     del weights[name]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=f"reward mine: the files of path=.* lack the weight {name}"):
+    with pytest.raises(ConfigError, match=f"^reward mine: .*path='{folder}' .* {name},"):
         load_clip("mine", str(folder), clip_folder, "cpu", "float32")
 
 
@@ -69,7 +67,7 @@ def test_a_tokenizer_without_its_vocabulary_is_named(clip_folder, tmp_path):
     folder = tmp_path / "clip"
     shutil.copytree(clip_folder, folder)
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match="reward mine: the tokenizer of processor=.* knows no words"):
+    with pytest.raises(ConfigError, match=rf"processor='{folder}' .*tokenizer\.json"):
         load_clip("mine", clip_folder, str(folder), "cpu", "float32")
 
 
@@ -80,7 +78,7 @@ def test_a_processor_of_images_of_another_size_is_named(clip_folder, tmp_path):
         if (folder / name).exists():
             text = (folder / name).read_text()
             (folder / name).write_text(text.replace("32", "16"))
-    with pytest.raises(ConfigError, match="reward mine: path=.* cannot read an image that processor=.*16"):
+    with pytest.raises(ConfigError, match=f"path='{clip_folder}' .*processor='{folder}' .*16.*32"):
         load_clip("mine", clip_folder, str(folder), "cpu", "float32")
 
 
@@ -91,7 +89,7 @@ def test_a_processor_with_more_words_than_the_checkpoint_reads_is_named(clip_fol
     processor = AutoProcessor.from_pretrained(folder, backend="pil")
     processor.tokenizer.add_tokens(["more"])
     processor.save_pretrained(folder)
-    with pytest.raises(ConfigError, match="has a vocabulary of 55, and path=.* reads one of 54"):
+    with pytest.raises(ConfigError, match=f"processor='{folder}' .* 55, .*path='{clip_folder}' .* 54;"):
         load_clip("mine", clip_folder, str(folder), "cpu", "float32")
 
 
@@ -100,7 +98,7 @@ def test_a_damaged_file_is_an_error_of_the_path(clip_folder, tmp_path, file, con
     folder = tmp_path / "clip"
     shutil.copytree(clip_folder, folder)
     (folder / file).write_bytes(content)
-    with pytest.raises(ConfigError, match="reward mine: path=.* cannot be loaded"):
+    with pytest.raises(ConfigError, match=f"^reward mine: path='{folder}' .*loaded: "):
         load_clip("mine", str(folder), clip_folder, "cpu", "float32")
 
 
@@ -116,6 +114,6 @@ def test_code_in_a_checkpoint_is_not_run(clip_folder, tmp_path, monkeypatch):
     }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "strange.py").write_text("raise ValueError('the code of a stranger ran')\n")
-    with pytest.raises(ConfigError, match="reward mine: path=.*cannot be loaded") as caught:
+    with pytest.raises(ConfigError, match=f"^reward mine: path='{folder}' .*loaded: ") as caught:
         load_clip("mine", str(folder), clip_folder, "cpu", "float32")
     assert "stranger" not in str(caught.value)

@@ -128,16 +128,23 @@ def test_reward_can_be_pickled():
     np.testing.assert_array_equal(copy(IMAGES, PROMPTS).scores, reward(IMAGES, PROMPTS).scores)
 
 
-def test_failing_term_is_named():
-    reward = build_reward([term("jpeg_compressibility"), term("users_rewards:fails_at_bb")])
-    with pytest.raises(BackendError, match=r"sample 1 \(prompt 'bb'\).*no bb \(from reward fails_at_bb\)"):
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("fails_at_bb", r"ValueError: no bb \(from reward fails_at_bb\)"),
+        ("nan_at_bb", r"\(jpeg_compressibility=-\d.*, nan_at_bb=nan\)"),
+    ],
+)
+def test_the_term_that_fails_is_named(name, named):
+    reward = build_reward([term("jpeg_compressibility"), term(f"users_rewards:{name}")])
+    with pytest.raises(BackendError, match=f"sample 1 .*'bb'.*{named}"):
         score_batch(reward, IMAGES, PROMPTS)
 
 
 @pytest.mark.parametrize("error", [SystemExit, GeneratorExit, asyncio.CancelledError])
 def test_a_term_cannot_end_the_process_in_silence(error):
     reward = build_reward([term("users_rewards:exits", error=error), term("jpeg_compressibility")])
-    with pytest.raises(BackendError, match=rf"reward exits raised {error.__name__}\(0\)"):
+    with pytest.raises(BackendError, match=rf"^reward exits .*{error.__name__}\(0\)"):
         score_batch(reward, IMAGES, PROMPTS, on_error="drop_group")
 
 
@@ -151,44 +158,43 @@ def test_the_log_names_the_reward_that_is_waited_for(caplog):
     assert caplog.text == ""
 
 
-def test_non_finite_term_is_named():
-    reward = build_reward([term("jpeg_compressibility"), term("users_rewards:nan_at_bb")])
-    with pytest.raises(BackendError, match=r"sample 1 \(prompt 'bb'\).*nan_at_bb=nan"):
-        score_batch(reward, IMAGES, PROMPTS)
-
-
 @pytest.mark.parametrize(
-    ("terms", "message"),
+    ("terms", "named"),
     [
-        ([term("jpeg_compresibility")], "did you mean jpeg_compressibility"),
-        ([term("jpeg_compressibility", quality=3)], "unexpected keyword argument 'quality'; it takes none"),
-        ([term("ocr", detec=True)], "'detec'; it takes exact_weight, detect, threads"),
-        ([term("users_rewards:brightness", scal=1)], "'scal'"),
-        ([term("users_rewards:Length", off=1)], "'off'; it takes offset"),
-        ([term("users_rewards:no_arguments")], r"cannot be called as \(images, prompts\)"),
-        ([term("users_rewards:not_callable")], "of type int"),
+        (
+            [term("jpeg_compresibility")],
+            r"reward\.terms\.name='jpeg_compresibility' .*jpeg_compressibility\?",
+        ),
+        ([term("jpeg_compressibility", quality=3)], "jpeg_compressibility .*'quality'; .* none$"),
+        ([term("ocr", detec=True)], "ocr .*'detec'; .* exact_weight, detect, threads$"),
+        ([term("http")], "http .*'url'; .* url, format, "),
+        ([term("users_rewards:brightness", scal=1)], "users_rewards:brightness .*'scal'"),
+        ([term("users_rewards:Length", off=1)], "users_rewards:Length .*'off'; .* offset$"),
+        ([term("users_rewards:no_arguments")], r"users_rewards:no_arguments .*\(images, prompts\): "),
+        ([term("users_rewards:not_callable")], "users_rewards:not_callable: .* int "),
         ([term("users_rewards:missing")], "users_rewards has no 'missing'"),
-        ([term("users_rewards:")], "has no ''"),
+        ([term("users_rewards:")], "users_rewards has no ''"),
         ([term("users_reward:brightness")], "no module 'users_reward'"),
-        ([term("jpeg_compressibility"), term("jpeg_compressibility", 2.0)], "more than once|several terms"),
+        (
+            [term("jpeg_compressibility"), term("jpeg_compressibility", 2.0)],
+            r"reward\.terms .* 'jpeg_compressibility'; .*once",
+        ),
         (
             [term("users_rewards:mean"), term("jpeg_compressibility")],
-            "'mean', .* as reward/mean, a metric of",
+            r"reward\.terms .*'mean', .* reward/mean,",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_bad_terms_are_refused(terms, message):
-    with pytest.raises(ConfigError, match=message):
+def test_bad_terms_are_refused(terms, named):
+    with pytest.raises(ConfigError, match=named):
         build_reward(terms)
 
 
 @pytest.mark.parametrize("name", ["reward", "reward_std", "mean", "failed_samples"])
 def test_an_extra_cannot_replace_a_metric_of_every_run(name):
     reward = build_reward([term("users_rewards:Extra", key=name)])
-    with pytest.raises(
-        ConfigError, match=rf"reward Extra returned .* as reward/{name}, a metric of every run"
-    ):
+    with pytest.raises(ConfigError, match=f"^reward Extra .* reward/{name}, "):
         score_batch(reward, IMAGES, PROMPTS)
 
 
@@ -196,7 +202,7 @@ def test_an_extra_cannot_replace_another_score():
     reward = build_reward([term("users_rewards:Extra", key="x")], gold=[term("users_rewards:Extra", key="x")])
     assert sorted(reward(IMAGES, PROMPTS).extra) == ["gold/Extra", "gold/Extra_x", "x"]
     reward = build_reward([term("users_rewards:Extra", key="gold/mean")], gold=[term("users_rewards:mean")])
-    with pytest.raises(ConfigError, match="as reward/gold/mean, another score's name"):
+    with pytest.raises(ConfigError, match=" reward/gold/mean, another"):
         reward(IMAGES, PROMPTS)
 
 
@@ -221,7 +227,7 @@ def test_gold_is_logged_and_never_optimised():
 @pytest.mark.parametrize("name", ["nan_at_bb", "infinite_at_bb", "fails_at_bb"])
 def test_gold_that_cannot_score_a_sample_fails_it(name):
     reward = build_reward([term("jpeg_compressibility")], gold=[term(f"users_rewards:{name}")])
-    with pytest.raises(BackendError, match=rf"sample 1 \(prompt 'bb'\).*gold/{name}|gold/{name}"):
+    with pytest.raises(BackendError, match=rf"sample 1 .*'bb'.*gold/{name}\b"):
         score_batch(reward, IMAGES, PROMPTS)
     output, failed = score_batch(reward, IMAGES, PROMPTS, on_error="drop_group")
     assert failed.tolist() == [False, True, False]
@@ -232,11 +238,12 @@ def test_reason_of_a_term_is_passed_on_with_its_name(monkeypatch):
     import users_rewards
 
     def unsure(images, prompts):
-        return RewardOutput(scores=np.array([1.0, np.nan, 1.0]), errors={1: "too dark"})
+        return RewardOutput(scores=np.array([1.0, np.nan, 1.0]), errors={1: reason})
 
+    reason = "too dark"
     monkeypatch.setattr(users_rewards, "brightness", unsure)
     reward = build_reward([term("jpeg_compressibility"), term("users_rewards:brightness")])
-    with pytest.raises(BackendError, match=r"sample 1 \(prompt 'bb'\): brightness: too dark"):
+    with pytest.raises(BackendError, match=f"sample 1 .*: brightness: {reason};"):
         score_batch(reward, IMAGES, PROMPTS)
 
 
@@ -269,11 +276,12 @@ def test_a_failure_of_a_term_with_tags_is_that_of_its_sample(monkeypatch):
     assert failed.tolist() == [False, False, True]
 
     def unsure(images, prompts):
-        return RewardOutput(scores=np.array([1.0, np.nan]), errors={1: "too dark"})
+        return RewardOutput(scores=np.array([1.0, np.nan]), errors={1: reason})
 
+    reason = "too dark"
     monkeypatch.setattr(users_rewards, "brightness", unsure)
     reward = build_reward([term("users_rewards:brightness", tags=("text",)), term("jpeg_compressibility")])
-    with pytest.raises(BackendError, match=r"sample 2 \(prompt 'bb'\): brightness: too dark"):
+    with pytest.raises(BackendError, match=f"sample 2 .*: brightness: {reason};"):
         score_batch(reward, IMAGES, prompts)
 
 
@@ -343,15 +351,13 @@ def test_recipe_with_normalised_terms_and_gold(tmp_path):
 
 
 def test_gold_names_are_given_once():
-    with pytest.raises(ConfigError, match="reward.gold has several terms named 'jpeg_compressibility'"):
+    with pytest.raises(ConfigError, match=r"reward\.gold .* 'jpeg_compressibility'; .*once"):
         build_reward([term("jpeg_compressibility")], gold=[term("jpeg_compressibility")] * 2)
 
 
 @pytest.mark.parametrize("name", ["jpeg_compressibility", "http"])
 def test_unknown_options_are_named_and_their_values_are_not(name):
     options = {"api_key": "s3cret", "url": "https://host/s3cret", "extra": ["s3cret"]}
-    with pytest.raises(
-        ConfigError, match=f"reward {name} with options api_key, url, extra: .*it takes"
-    ) as caught:
+    with pytest.raises(ConfigError, match=f" {name} .* api_key, url, extra: ") as caught:
         build_reward([RewardTerm(name=name, options=options)])
     assert "s3cret" not in str(caught.value)

@@ -89,7 +89,7 @@ def test_missing_target_is_null(serve):
 
 def test_null_fails_that_sample(serve):
     server = serve(lambda request: {"scores": [1, 2, None, 4, 5], "extra": {"raw": [None, 1, 1, 1, 1]}})
-    with pytest.raises(BackendError, match=r"sample 2 \(prompt 'prompt 2'\)"):
+    with pytest.raises(BackendError, match="sample 2 .*'prompt 2'"):
         score_batch(reward(server), IMAGES, PROMPTS)
     output, failed = score_batch(reward(server), IMAGES, PROMPTS, on_error="drop_group")
     assert failed.tolist() == [False, False, True, False, False]
@@ -98,34 +98,33 @@ def test_null_fails_that_sample(serve):
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
+    ("answer", "named"),
     [
-        ([1, 2, 3, 4, 5], 'no object with "scores"'),
-        ({"score": [1]}, 'no object with "scores"'),
-        ({"scores": 3}, 'a "scores" that is not a list'),
-        ({"scores": [1, 2]}, '2 numbers in "scores" for 5 images'),
-        ({"scores": [1, 2, 3, 4, 5, 6]}, '6 numbers in "scores" for 5 images'),
-        ({"scores": [1, 2, 3, 4, "5"]}, 'a str in "scores" at place 4'),
-        ({"scores": [1, True, 3, 4, 5]}, 'a bool in "scores" at place 1'),
-        ({"scores": [[1], 2, 3, 4, 5]}, 'a list in "scores" at place 0'),
-        ({"scores": [10**400, 2, 3, 4, 5]}, "too large"),
-        ({"scores": [1] * 5, "extra": [1]}, 'an "extra" that is not an object'),
-        ({"scores": [1] * 5, "extra": {"a": [1]}}, '1 numbers in "extra.a" for 5 images'),
-        ({"scores": [1] * 5, "extra": {"a\nb": [1] * 5}}, "the name 'a.nb' in extra"),
+        ([1, 2, 3, 4, 5], 'no object .*"scores"'),
+        ({"score": [1]}, 'no object .*"scores"'),
+        ({"scores": 3}, '"scores" .* list'),
+        ({"scores": [1, 2]}, '2 .*"scores" .* 5 '),
+        ({"scores": [1, 2, 3, 4, 5, 6]}, '6 .*"scores" .* 5 '),
+        ({"scores": [1, 2, 3, 4, "5"]}, 'str .*"scores" .* 4;'),
+        ({"scores": [1, True, 3, 4, 5]}, 'bool .*"scores" .* 1;'),
+        ({"scores": [[1], 2, 3, 4, 5]}, 'list .*"scores" .* 0;'),
+        ({"scores": [10**400, 2, 3, 4, 5]}, '"scores" .*too large'),
+        ({"scores": [1] * 5, "extra": [1]}, '"extra" .* object'),
+        ({"scores": [1] * 5, "extra": {"a": [1]}}, '1 .*"extra.a" .* 5 '),
+        ({"scores": [1] * 5, "extra": {"a\nb": [1] * 5}}, r"'a\\nb' in extra"),
     ],
     ids=str,
 )
-def test_other_answers_are_refused_with_the_address(serve, answer, message):
+def test_other_answers_are_refused_with_the_address(serve, answer, named):
     server = serve(lambda request: answer)
-    with pytest.raises(BackendError, match=message) as caught:
+    with pytest.raises(BackendError, match=f"{server.url} .*{named}"):
         reward(server)(IMAGES, PROMPTS)
-    assert server.url in str(caught.value)
     assert len(server.requests) == 1
 
 
 def test_extras_must_be_the_same_for_all_requests(serve):
     server = serve(lambda request: {"scores": [1], "extra": {f"n{len(server.requests)}": [1]}})
-    with pytest.raises(BackendError, match="other names in extra"):
+    with pytest.raises(BackendError, match=r"\['n\d'\] in extra .*\['n\d'\]"):
         reward(server, batch_size=1)(IMAGES, PROMPTS)
 
 
@@ -156,21 +155,16 @@ def test_reward_of_a_recipe_can_be_pickled_and_shows_no_token(serve, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        ({"format": "pickle"}, "reward http: format='pickle' is unknown; choose from json, npz"),
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"concurrency": 0}, "concurrency=0"),
-        ({"token_env": ["SCORER_TOKEN"]}, "reward http: token_env=<list> must be text"),
-        ({"url": "scorer"}, "url must be an http:// or https:// address"),
+        ({"format": "pickle"}, "format='pickle' .*json, npz"),
+        ({"batch_size": 0}, "batch_size=0 "),
+        ({"concurrency": 0}, "concurrency=0 "),
+        ({"token_env": ["SCORER_TOKEN"]}, "token_env=<list> "),
+        ({"url": "scorer"}, "url must"),
     ],
     ids=str,
 )
-def test_bad_options_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
+def test_bad_options_are_refused(options, named):
+    with pytest.raises(ConfigError, match=f"^reward http: {named}"):
         HttpReward(**{"url": "http://localhost", **options})
-
-
-def test_address_is_required():
-    with pytest.raises(ConfigError, match="missing a required .*argument: 'url'; it takes url, format"):
-        build_reward([RewardTerm(name="http")])

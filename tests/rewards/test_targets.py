@@ -33,11 +33,7 @@ TARGETS = [
     ],
 )
 def test_a_prompt_without_the_target_that_a_term_needs_is_named(reward, count):
-    with pytest.raises(
-        ConfigError,
-        match=rf"^prompts\.jsonl:2: the prompt 'b' has no target, which reward {reward.name} needs "
-        rf"\({count} prompts have none\); put the words into double quotes",
-    ):
+    with pytest.raises(ConfigError, match=rf"^prompts\.jsonl:2: .*'b' .* {reward.name} .*\({count} "):
         check_targets([term("jpeg_compressibility"), reward], TARGETS)
 
 
@@ -49,14 +45,14 @@ UNCLEAR = [
 
 
 def test_an_ambiguous_target_is_refused_where_one_is_needed():
-    with pytest.raises(ConfigError, match=r"^prompts\.txt:2: .* do not pair.*\(2 of 2 .*data\.target_field"):
+    with pytest.raises(ConfigError, match=r"^prompts\.txt:2: .*\(2 of 2 .*data\.target_field"):
         check_targets([term("ocr")], UNCLEAR[1:])
     check_targets([term("pickscore")], UNCLEAR)
 
 
 @pytest.mark.parametrize("name", ["http", "my_rewards:own"])
 def test_a_reward_that_may_read_targets_is_told_of_ambiguous_ones(name):
-    with pytest.warns(UserWarning, match=rf"^prompts\.txt:2: .* which reward {name} may read \(2 of 3"):
+    with pytest.warns(UserWarning, match=rf"^prompts\.txt:2: .* {name} .*\(2 of 3 "):
         check_targets([term(name)], UNCLEAR)
     check_targets([term(name)], UNCLEAR[:1])
 

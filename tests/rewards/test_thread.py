@@ -132,13 +132,13 @@ def test_failures_are_found_and_named_as_in_one_call(start, caplog):
 
 
 @pytest.mark.parametrize(
-    ("reward", "message"),
-    [(short, r"returned shape \[6\].*is \[7\]"), (OcrReward(), "sample 0 .* has no target")],
+    ("reward", "named"),
+    [(short, r"reward short .*\[6\]; .* \[7\]"), (OcrReward(), "reward ocr: sample 0 .* target;")],
 )
-def test_errors_that_are_no_samples_fault_are_those_of_one_call(start, reward, message):
+def test_errors_that_are_no_samples_fault_are_those_of_one_call(start, reward, named):
     local, threaded = start(reward)
     for called in (local, ahead_of(threaded)):
-        with pytest.raises(BatchError, match=message):
+        with pytest.raises(BatchError, match=named):
             score_batch(called, IMAGES, PROMPTS)
 
 

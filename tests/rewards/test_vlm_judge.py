@@ -120,37 +120,37 @@ def test_own_template_takes_prompt_and_target_once(serve):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "named"),
     [
-        ("I cannot say.", r"vlm answered 'I cannot say.', which holds no JSON object with the key \"score\""),
-        ("", 'holds no JSON object with the key "score"'),
-        (None, 'holds no JSON object with the key "score"'),
-        ('{"rating": 3}', 'holds no JSON object with the key "score"'),
-        ('{"score": 3', 'holds no JSON object with the key "score"'),
-        ('{"score": "high"}', 'whose "score" is str'),
-        ('{"score": true}', 'whose "score" is bool'),
-        ('{"score": null}', 'whose "score" is NoneType'),
-        ('{"score": 11}', r"not within score_range=\[0, 10\]"),
-        ('{"score": NaN}', r"not within score_range=\[0, 10\]"),
+        ("I cannot say.", r"vlm .*'I cannot say\.', .*JSON object .*\"score\""),
+        ("", 'JSON object .*"score"'),
+        (None, 'JSON object .*"score"'),
+        ('{"rating": 3}', 'JSON object .*"score"'),
+        ('{"score": 3', 'JSON object .*"score"'),
+        ('{"score": "high"}', '"score" is str'),
+        ('{"score": true}', '"score" is bool'),
+        ('{"score": null}', '"score" is NoneType'),
+        ('{"score": 11}', r"score_range=\[0, 10\]"),
+        ('{"score": NaN}', r"score_range=\[0, 10\]"),
     ],
     ids=str,
 )
-def test_unreadable_answer_fails_its_sample_alone_with_the_reason(serve, content, message, caplog):
+def test_unreadable_answer_fails_its_sample_alone_with_the_reason(serve, content, named, caplog):
     server = serve(answers('{"score": 1}', content, '{"score": 3}', '{"score": 4}'))
-    with pytest.raises(BackendError, match=r"sample 1 \(prompt 'a sign that says \"shut\"'\): .*" + message):
+    with pytest.raises(BackendError, match=f'sample 1 .*"shut".*{named}'):
         score_batch(judge(server), IMAGES, PROMPTS)
     server.requests.clear()
     output, failed = score_batch(judge(server), IMAGES, PROMPTS, on_error="drop_group")
     assert failed.tolist() == [False, True, False, False]
     np.testing.assert_allclose(output.scores, [0.1, np.nan, 0.3, 0.4])
-    assert re.search(message, caplog.text)
+    assert re.search(named, caplog.text)
     assert len(server.requests) == 4
 
 
 @pytest.mark.parametrize("finish", ["length", "content_filter", "abort"])
 def test_an_answer_that_is_cut_off_fails_its_sample_alone(serve, finish, caplog):
     server = serve(lambda _: completion('First I try {"score": 9}. But looking', finish))
-    with pytest.raises(BackendError, match=rf"sample 0 .*cut off \(finish_reason='{finish}'\)"):
+    with pytest.raises(BackendError, match=rf"sample 0 .*\(finish_reason='{finish}'\)"):
         score_batch(judge(server), IMAGES, PROMPTS)
     whole = completion('{"score": 1}')
     server = serve(lambda request: completion('{"score": 9} or', finish) if place_of(request) == 2 else whole)
@@ -200,14 +200,14 @@ def test_refused_image_fails_its_sample_alone_with_the_reason(serve, status, mod
 
     server = serve(filtered)
     reward = judge(server, mode=mode, retries=2)
-    message = rf"sample 1 \(prompt 'a sign that says \"shut\"'\): .*answered status {status}: content filter"
-    with pytest.raises(BackendError, match=message):
+    named = rf"sample 1 .*\"shut\".* status {status}: content filter"
+    with pytest.raises(BackendError, match=named):
         score_batch(reward, IMAGES, PROMPTS)
     server.requests.clear()
     output, failed = score_batch(reward, IMAGES, PROMPTS, on_error="drop_group")
     assert failed.tolist() == [False, True, False, False]
     assert np.isnan(output.scores).tolist() == failed.tolist()
-    assert re.search(message, caplog.text)
+    assert re.search(named, caplog.text)
     assert len(server.requests) == 4
 
 
@@ -222,7 +222,7 @@ def test_other_refusals_end_the_run(serve, status):
     "answer", [{}, [], {"choices": []}, {"choices": [{"text": "hi"}]}, {"error": "no such model"}], ids=str
 )
 def test_answer_that_is_no_completion(serve, answer):
-    with pytest.raises(BackendError, match="answered no chat completion"):
+    with pytest.raises(BackendError, match=f"completion: {re.escape(json.dumps(answer))}"):
         judge(serve(lambda request: answer))(IMAGES, PROMPTS)
 
 
@@ -239,7 +239,7 @@ def test_limited_rate_is_waited_for(serve):
 
 def test_endpoint_that_times_out_ends_in_one_error(serve):
     server = serve(lambda request: server.stopping.wait(600) or {})
-    with pytest.raises(BackendError, match="vlm_judge.*did not answer within timeout=0.1 s"):
+    with pytest.raises(BackendError, match=r"vlm_judge: .* timeout=0\.1 s"):
         score_batch(
             judge(server, timeout=0.1, retries=0, concurrency=2), IMAGES, PROMPTS, on_error="drop_group"
         )
@@ -249,7 +249,7 @@ def test_endpoint_that_times_out_ends_in_one_error(serve):
 def test_missing_target_names_the_prompt(serve):
     server = serve(answers(*['{"text": "x"}'] * 4))
     for options in ({"mode": "transcribe"}, {"template": "Does it say {target}?"}):
-        with pytest.raises(BatchError, match=r"reward vlm_judge: sample 0 \(prompt 'a cat'\) has no target"):
+        with pytest.raises(BatchError, match="vlm_judge: sample 0 .* target;"):
             judge(server, **options)(IMAGES[:1], [Prompt(text="a cat")])
     assert server.requests == []
 
@@ -265,25 +265,25 @@ def test_key_is_neither_stored_nor_shown(serve, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        ({"mode": "scores"}, "mode='scores' is unknown .did you mean score..; choose from transcribe, score"),
-        ({"score_range": [5, 5]}, "score_range=.5, 5."),
+        ({"mode": "scores"}, r"mode='scores' .*score\?.* transcribe, score$"),
+        ({"score_range": [5, 5]}, r"score_range=\[5, 5\]"),
         ({"score_range": 10}, "score_range=10"),
-        ({"score_range": [0, "a"]}, "score_range"),
+        ({"score_range": [0, "a"]}, r"score_range=\[0, 'a'\]"),
         ({"template": " "}, "template=' '"),
-        ({"mode": "transcribe", "template": "Is it {target}?"}, "the words that the model should read"),
+        ({"mode": "transcribe", "template": "Is it {target}?"}, r"template .*\{target\}"),
         ({"max_tokens": 0}, "max_tokens=0"),
         ({"concurrency": 0}, "concurrency=0"),
-        ({"model": None}, "model=<NoneType> must be text"),
-        ({"api_key_env": 5}, "api_key_env=5 must be text"),
-        ({"base_url": "localhost"}, "must be an http"),
-        ({"api_key_env": "NOT_SET_ANYWHERE"}, "'NOT_SET_ANYWHERE' is not set"),
+        ({"model": None}, "model=<NoneType>"),
+        ({"api_key_env": 5}, "api_key_env=5"),
+        ({"base_url": "localhost"}, "url must"),
+        ({"api_key_env": "NOT_SET_ANYWHERE"}, "variable 'NOT_SET_ANYWHERE'"),
     ],
     ids=str,
 )
-def test_bad_options_are_refused(options, message):
-    with pytest.raises(ConfigError, match=f"reward vlm_judge: .*{message}"):
+def test_bad_options_are_refused(options, named):
+    with pytest.raises(ConfigError, match=f"^reward vlm_judge: .*{named}"):
         VlmJudge(**{"base_url": "http://localhost/v1", "model": "vlm", **options})
 
 
@@ -300,19 +300,19 @@ def test_last_object_with_the_key_counts():
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "mark"),
     [
-        '<think>The example was {"score": 10}. The text is wrong, so',
-        'Well. <think>{"score": 9}',
-        "<THINKING>perhaps",
-        "[THINK]so {",
-        '◁think▷{"score": 9} or',
-        '<think>a</think> {"score": 3} <think>b {"score": 4}',
-        '<think>{"score": {"a": "',
+        ('<think>The example was {"score": 10}. The text is wrong, so', "<think>"),
+        ('Well. <think>{"score": 9}', "<think>"),
+        ("<THINKING>perhaps", "<THINKING>"),
+        ("[THINK]so {", "[THINK]"),
+        ('◁think▷{"score": 9} or', "◁think▷"),
+        ('<think>a</think> {"score": 3} <think>b {"score": 4}', "<think>"),
+        ('<think>{"score": {"a": "', "<think>"),
     ],
 )
-def test_a_draft_in_thoughts_that_do_not_end_is_no_score(text):
-    with pytest.raises(ValueError, match="which ends in the thoughts that .* begins; raise max_tokens"):
+def test_a_draft_in_thoughts_that_do_not_end_is_no_score(text, mark):
+    with pytest.raises(ValueError, match=f" {re.escape(mark)} .* max_tokens$"):
         last_value(text, "score", (int, float))
 
 
@@ -320,7 +320,7 @@ def test_a_draft_in_thoughts_that_do_not_end_is_no_score(text):
     "text", ['<think>{"score": 1}</think> no', 'so {"score": 1}</think>', '{"score": 1}[/THINK]']
 )
 def test_a_draft_in_thoughts_that_end_is_no_score(text):
-    with pytest.raises(ValueError, match="holds no JSON object"):
+    with pytest.raises(ValueError, match='JSON object .*"score"'):
         last_value(text, "score", (int, float))
 
 
@@ -349,14 +349,14 @@ def test_no_text_takes_long_to_read(piece, monkeypatch):
 
     monkeypatch.setattr(json, "JSONDecoder", Counting)
     text = piece * (60_000 // len(piece))
-    with pytest.raises(ValueError, match='no JSON object with the key "score"'):
+    with pytest.raises(ValueError, match='JSON object .*"score"'):
         last_value(text, "score", int)
     assert sum(seen) <= len(text)
 
 
 def test_the_end_of_a_long_answer_is_read():
     assert last_value('{"score": 1}' + " " * 100_000 + '{"score": 2}' + " " * 60_000, "score", int) == 2
-    with pytest.raises(ValueError, match='no JSON object with the key "score"'):
+    with pytest.raises(ValueError, match='JSON object .*"score"'):
         last_value('{"score": 1}' + " " * 100_000, "score", int)
 
 
