@@ -42,22 +42,22 @@ def test_a_mapping_of_a_config_builds_it_again():
 
 
 @pytest.mark.parametrize(
-    ("section", "values", "message"),
+    ("section", "values", "named"),
     [
-        (RewardTerm, {}, r"^term\.name is missing and has no default; set it$"),
-        (RewardTerm, {"name": "ocr", "wait": 1}, r"^key='term\.wait' is unknown \(did you mean term\.weight\?"),
-        (RewardTerm, {"name": "ocr", "weight": "2"}, r"^term\.weight='2' must be a number$"),
-        (RewardTerm, {"name": "ocr", "tags": "a, b"}, r"^term\.tags='a, b' must be a list, such as \[a, b\]$"),
-        (RewardTerm, [], r"^term=\[\] must be a section of keys: name, weight, options, tags, normalize, frames$"),
+        (RewardTerm, {}, r"^term\.name "),
+        (RewardTerm, {"name": "ocr", "wait": 1}, r"^key='term\.wait' .*term\.weight\?"),
+        (RewardTerm, {"name": "ocr", "weight": "2"}, r"^term\.weight='2' "),
+        (RewardTerm, {"name": "ocr", "tags": "a, b"}, r"^term\.tags='a, b' .*\[a, b\]$"),
+        (RewardTerm, [], r"^term=\[\] .* name, weight, options, tags, normalize, frames$"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_names_its_dotted_key(section, values, message):
-    with pytest.raises(ConfigError, match=message):
+def test_what_does_not_fit_names_its_dotted_key(section, values, named):
+    with pytest.raises(ConfigError, match=named):
         build(section, values, "term")
 
 
 @pytest.mark.parametrize(("text", "value"), [("true", True), ("false", False), ("auto", "auto")])
 def test_a_key_may_take_a_word_beside_true_and_false(recipe, text, value):
     assert load(recipe(f"trainer: {{doctor: {text}}}")).trainer.doctor == value
-    with pytest.raises(ConfigError, match=r"trainer\.doctor='maybe' must be true or false, or auto"):
+    with pytest.raises(ConfigError, match=r"trainer\.doctor='maybe' .*auto"):
         load(recipe("trainer: {doctor: maybe}"))

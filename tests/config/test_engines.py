@@ -25,30 +25,26 @@ def test_names_and_paths_lead_to_rows(module):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "named"),
     [
         (
             "vllm-omni",
-            r"^rollout\.name='vllm-omni' is unknown \(did you mean vllm_omni\?\); .*'package\.module:name'$",
+            r"^rollout\.name='vllm-omni' .*vllm_omni\?\).*'package\.module:name'$",
         ),
-        ("my_engines:nothing", "the module my_engines has no 'nothing'; name a flowcorr.config.Engine in it"),
-        ("my_engines:other", r"is of type object; name a flowcorr\.config\.Engine \(examples/new_engine\.py"),
+        ("my_engines:nothing", r"^rollout\.name='my_engines:nothing'.*flowcorr\.config\.Engine"),
+        ("my_engines:other", r"^rollout\.name='my_engines:other' .* object; .*examples/new_engine\.py"),
     ],
 )
-def test_other_names_are_refused(module, name, message):
-    with pytest.raises(ConfigError, match=message):
+def test_other_names_are_refused(module, name, named):
+    with pytest.raises(ConfigError, match=named):
         load_mapping({"rollout": {"name": name}})
 
 
 def test_rules_ask_the_row(module):
     fsdp = {"model": {"lora": {"rank": 0}}, "actor": {"fsdp": True}}
-    with pytest.raises(
-        ConfigError, match=r"actor\.fsdp=True shards the weights, but rollout\.name='my_engines:mine'"
-    ):
+    with pytest.raises(ConfigError, match=r"actor\.fsdp=True .*rollout\.name='my_engines:mine'"):
         load_mapping({**fsdp, "rollout": {"name": "my_engines:mine"}})
     load_mapping({**fsdp, "rollout": {"name": "my_engines:shared"}})
     load_mapping({"rollout": {"name": "my_engines:mine", "engine": {"speed": 3}}})
-    with pytest.warns(
-        UserWarning, match=r"rollout\.engine=.* has no effect: rollout\.name=my_engines:shared has no"
-    ):
+    with pytest.warns(UserWarning, match=r"rollout\.engine=.*rollout\.name=my_engines:shared "):
         load_mapping({"rollout": {"name": "my_engines:shared", "engine": {"speed": 3}}})

@@ -89,103 +89,104 @@ def test_infinite_cap_round_trips(recipe):
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "named"),
     [
-        ("actor.lrr=1", r"actor\.lrr.* is unknown.*did you mean actor\.lr\?"),
-        ("actr.lr=1", r"actr.* is unknown \(did you mean actor\?\); choose from model, "),
-        ("seed=1", r"key='seed' is unknown \(did you mean trainer\.seed\?\); choose from model, "),
-        ("lr=1e-4", r"did you mean actor\.lr\?"),
-        ("n=8", r"did you mean rollout\.n\?"),
-        ("timeout=60", r"did you mean rollout\.timeout or reward\.timeout\?"),
-        ("rank=8", r"did you mean model\.lora\.rank\?"),
-        ("preset=seq_is", r"did you mean algorithm\.rollout_correction\.preset\?"),
-        ("weight=2", r"key='weight' is unknown; choose from model, [^(]* \(in"),
-        ("actor.lr=fast", r"actor\.lr='fast' must be a number"),
-        ("actor.lr=true", r"actor\.lr=True must be a number"),
-        ("actor.lr='1e-4'", r"actor\.lr='1e-4' must be a number"),
-        ("actor.lr=null", r"actor\.lr=None must be a number"),
-        ("actor.lr=0", r"actor\.lr=0\.0 is out of range; it must be above 0"),
-        ("actor.lr=.nan", r"actor\.lr=nan is out of range"),
-        ("actor.clip_ratio=wide", r"actor\.clip_ratio='wide' must be a number"),
+        ("actor.lrr=1", r"'actor\.lrr' .*actor\.lr\?"),
+        ("actr.lr=1", r"'actr' .*actor\?\).* model, "),
+        ("seed=1", r"key='seed' .*trainer\.seed\?\).* model, "),
+        ("lr=1e-4", r"key='lr' .* actor\.lr\?"),
+        ("n=8", r"key='n' .* rollout\.n\?"),
+        ("timeout=60", r"key='timeout' .* rollout\.timeout or reward\.timeout\?"),
+        ("rank=8", r"key='rank' .* model\.lora\.rank\?"),
+        ("preset=seq_is", r"key='preset' .* algorithm\.rollout_correction\.preset\?"),
+        ("weight=2", r"key='weight' .* model, [^(]* \(in"),
+        ("actor.lr=fast", r"actor\.lr='fast' "),
+        ("actor.lr=true", r"actor\.lr=True "),
+        ("actor.lr='1e-4'", r"actor\.lr='1e-4' "),
+        ("actor.lr=null", r"actor\.lr=None "),
+        ("actor.lr=0", r"actor\.lr=0\.0 .* above 0 "),
+        ("actor.lr=.nan", r"actor\.lr=nan "),
+        ("actor.clip_ratio=wide", r"actor\.clip_ratio='wide' "),
         (
             "actor.clip_ratio=1e-4,1e-4",
-            r"clip_ratio='1e-4,1e-4' must be a number, or a list of numbers, such as \[1e-4, 1e-4\] \(in",
+            r"clip_ratio='1e-4,1e-4' .* \[1e-4, 1e-4\] \(in",
         ),
-        ("actor.grad_clip=.inf", r"actor\.grad_clip=inf is out of range; it must be finite and above 0"),
-        ("actor.importance_cap=0.9", r"actor\.importance_cap=0\.9 is out of range; it must be at least 1"),
-        ("actor.clip_ratio=0", r"actor\.clip_ratio=0\.0 is out of range; it must be above 0"),
-        ("actor.clip_ratio=[0.1, x]", r"actor\.clip_ratio\[1\]='x' must be a number"),
-        ("actor.clip_ratio=[0.1, -1]", r"actor\.clip_ratio=-1\.0 is out of range; it must be above 0"),
-        ("rollout.cache=first_block", r"rollout\.cache: caching of blocks was removed.*leave this key out"),
-        ("actor.clip_center=drift", r"key='actor\.clip_center' is unknown.*; choose from actor\.loss_mode, "),
-        ("actor.old_policy=currant", r"actor\.old_policy='currant' is unknown \(did you mean current\?"),
-        ("actor.compile=1", r"actor\.compile=1 must be true or false"),
-        ("actor.compile=off", r"actor\.compile='off' must be true or false"),
-        ("trainer.total_steps=2.5", r"trainer\.total_steps=2\.5 must be a whole number"),
-        ("trainer.total_steps=1e400", r"total_steps=1e400 is not valid YAML: the number 1e400 is beyond float64"),
-        ("trainer.seed=1e23", r"seed=1e\+23 is too large to be written with an exponent; write its digits"),
-        ("trainer.seed=9999999999999999999", r"seed=9999999999999999999 is out of range; it must be at most 922337"),
-        ("sampling.noise_level=1e30", r"noise_level=1e\+30 is out of range; it must be at most 10 "),
-        ("sampling.guidance_scale=1e30", r"guidance_scale=1e\+30 is out of range; it must be at most 1000 "),
-        ("sampling.num_inference_steps=1e9", r"num_inference_steps=1000000000 is out of range"),
-        ("sampling.width=1e6", r"sampling\.width=1000000 is out of range; it must be at most 16384"),
-        ("trainer.eval_height=1e6", r"trainer\.eval_height=1000000 is out of range; it must be at most 16384"),
-        ("trainer.total_steps=true", r"trainer\.total_steps=True must be a whole number"),
-        ("trainer.total_steps=1_000", r"trainer\.total_steps='1_000' must be a whole number"),
-        ("model.path=7", r"model\.path=7 must be text"),
-        ("trainer.trackers=wandb", r"trainer\.trackers='wandb' must be a list, such as \[wandb\]"),
-        ("trainer.trackers=wandb, tensorboard", r"must be a list, such as \[wandb, tensorboard\] \(in"),
-        ("reward.terms=ocr", r"reward\.terms='ocr' must be a list, such as \[\{name: ocr\}\] \(in"),
-        ("reward.terms=null", r"reward\.terms=None must be a list, such as \[\{name: \.\.\.\}\] \(in"),
-        ("sampling.sde_window_range=4", r"=4 must be a list of 2 whole numbers, such as \[0, 4\] \(in"),
-        ("actor.betas=0.9", r"=0\.9 must be a list of 2 numbers, such as \[0\.9, 0\.99\] \(in"),
-        ("sampling.sde_type=cpss", r"sampling\.sde_type='cpss' is unknown \(did you mean cps\?"),
-        ("sampling.sde_window_range=[0, 2, 4]", r"sampling\.sde_window_range=\[0, 2, 4\] must be a list of 2"),
-        ("sampling.sde_window_range=[0, 1.5]", r"sampling\.sde_window_range\[1\]=1\.5 must be a whole number"),
-        ("sampling.sde_noise_range=[8, 11]", r"sde_noise_range=\[8, 11\] lies outside the schedule"),
-        ("sampling.sde_window_range=[8, 11]", r"sde_window_range=\[8, 11\] lies outside the schedule"),
-        ("sampling.sde_window_size=5", r"sde_window_size=5 does not fit"),
-        ("rollout.n=1", r"rollout\.n=1 leaves every advantage at 0"),
-        ("actor=5", r"actor=5 must be a section of keys: loss_mode, "),
-        ("actor=null", r"actor=None must be a section of keys"),
-        ("reward.terms=[{weight: 1}]", r"reward\.terms\[0\]\.name is missing"),
+        ("actor.grad_clip=.inf", r"actor\.grad_clip=inf .* above 0 "),
+        ("actor.importance_cap=0.9", r"actor\.importance_cap=0\.9 .* 1"),
+        ("actor.clip_ratio=0", r"actor\.clip_ratio=0\.0 .* above 0 "),
+        ("actor.clip_ratio=[0.1, x]", r"actor\.clip_ratio\[1\]='x' "),
+        ("actor.clip_ratio=[0.1, -1]", r"actor\.clip_ratio=-1\.0 .* above 0 "),
+        ("rollout.cache=first_block", r"rollout\.cache: .*caching"),
+        ("actor.clip_center=drift", r"key='actor\.clip_center' .* actor\.loss_mode, "),
+        ("actor.old_policy=currant", r"actor\.old_policy='currant' .*current\?"),
+        ("actor.compile=1", r"actor\.compile=1 "),
+        ("actor.compile=off", r"actor\.compile='off' "),
+        ("trainer.total_steps=2.5", r"trainer\.total_steps=2\.5 "),
+        ("trainer.total_steps=1e400", r"total_steps=1e400 .*YAML: .*1e400 .*float64"),
+        ("trainer.seed=1e23", r"seed=1e\+23 .*exponent"),
+        ("trainer.seed=9999999999999999999", r"seed=9999999999999999999 .* 922337"),
+        ("sampling.noise_level=1e30", r"noise_level=1e\+30 .* 10 "),
+        ("sampling.guidance_scale=1e30", r"guidance_scale=1e\+30 .* 1000 "),
+        ("sampling.num_inference_steps=1e9", r"num_inference_steps=1000000000 "),
+        ("sampling.num_frames=0", r"sampling\.num_frames=0 .* 1 "),
+        ("sampling.width=1e6", r"sampling\.width=1000000 .* 16384"),
+        ("trainer.eval_height=1e6", r"trainer\.eval_height=1000000 .* 16384"),
+        ("trainer.total_steps=true", r"trainer\.total_steps=True "),
+        ("trainer.total_steps=1_000", r"trainer\.total_steps='1_000' "),
+        ("model.path=7", r"model\.path=7 "),
+        ("trainer.trackers=wandb", r"trainer\.trackers='wandb' .* \[wandb\]"),
+        ("trainer.trackers=wandb, tensorboard", r"trackers='wandb, tensorboard' .* \[wandb, tensorboard\] \(in"),
+        ("reward.terms=ocr", r"reward\.terms='ocr' .* \[\{name: ocr\}\] \(in"),
+        ("reward.terms=null", r"reward\.terms=None .* \[\{name: \.\.\.\}\] \(in"),
+        ("sampling.sde_window_range=4", r"=4 .* 2 .* \[0, 4\] \(in"),
+        ("actor.betas=0.9", r"=0\.9 .* 2 .* \[0\.9, 0\.99\] \(in"),
+        ("sampling.sde_type=cpss", r"sampling\.sde_type='cpss' .*cps\?"),
+        ("sampling.sde_window_range=[0, 2, 4]", r"sampling\.sde_window_range=\[0, 2, 4\] .* 2 "),
+        ("sampling.sde_window_range=[0, 1.5]", r"sampling\.sde_window_range\[1\]=1\.5 "),
+        ("sampling.sde_noise_range=[8, 11]", r"sde_noise_range=\[8, 11\] "),
+        ("sampling.sde_window_range=[8, 11]", r"sde_window_range=\[8, 11\] "),
+        ("sampling.sde_window_size=5", r"sde_window_size=5 "),
+        ("rollout.n=1", r"rollout\.n=1 .* 0"),
+        ("actor=5", r"actor=5 .* loss_mode, "),
+        ("actor=null", r"actor=None "),
+        ("reward.terms=[{weight: 1}]", r"reward\.terms\[0\]\.name "),
         ("reward.terms=[{name: ocr, weigth: 1}]", r"reward\.terms\[0\]\.weigth.*did you mean .*\.weight\?"),
-        ("reward.terms=[ocr]", r"reward\.terms\[0\]='ocr' must be a section of keys: name, weight, options"),
-        ("reward.terms=[{name: ocr, options: 3}]", r"reward\.terms\[0\]\.options=3 must be a mapping"),
-        ("reward.terms=[{name: ocr, options: {1: 2}}]", r"options has the key 1, and its names must be text"),
-        ("rollout.worker_resources={1: 2}", r"worker_resources has the key 1, and its names must be text"),
-        ("actor.loss_mode=grpo_gard", r"actor\.loss_mode='grpo_gard' is unknown \(did you mean grpo_guard\?"),
+        ("reward.terms=[ocr]", r"reward\.terms\[0\]='ocr' .* name, weight, options"),
+        ("reward.terms=[{name: ocr, options: 3}]", r"reward\.terms\[0\]\.options=3 "),
+        ("reward.terms=[{name: ocr, options: {1: 2}}]", r"reward\.terms\[0\]\.options .* key 1, "),
+        ("rollout.worker_resources={1: 2}", r"rollout\.worker_resources .* key 1, "),
+        ("actor.loss_mode=grpo_gard", r"actor\.loss_mode='grpo_gard' .*grpo_guard\?"),
         ("actor.loss_mode=nowhere:loss", r"actor\.loss_mode='nowhere:loss'.*no module 'nowhere'"),
         ("trainer.seed", r"override 'trainer.seed' must have the form section\.key=value"),
         ("a." * 3000 + "b=1", "cannot be set"),
-        ("model.path=' '", r"model\.path=' ' is blank; name a file or folder"),
-        ("data.path=''", r"data\.path='' is blank; name a file or folder"),
-        ("data.heldout_path=''", r"data\.heldout_path='' is blank"),
-        ("model.lora.warm_start=''", r"model\.lora\.warm_start='' is blank"),
-        ("model.lora={rank: 0, warm_start: a}", r"lora\.warm_start='a' is an adapter, and model\.lora\.rank=0 trains"),
-        ("rollout.n=1e9", r"rollout\.n=1000000000 is out of range; it must be at most 100000"),
-        ("rollout.prompts_per_step=1e9", r"prompts_per_step=1000000000 is out of range"),
-        ("model.lora.rank=1e9", r"model\.lora\.rank=1000000000 is out of range; it must be at most 8192"),
-        ("model.max_sequence_length=0", r"max_sequence_length=0 is out of range; it must be at least 1"),
-        ("model.max_sequence_length=1e9", r"max_sequence_length=1000000000 is out of range; .* most 65536"),
+        ("model.path=' '", r"model\.path=' ' "),
+        ("data.path=''", r"data\.path='' "),
+        ("data.heldout_path=''", r"data\.heldout_path='' "),
+        ("model.lora.warm_start=''", r"model\.lora\.warm_start='' "),
+        ("model.lora={rank: 0, warm_start: a}", r"lora\.warm_start='a' .*model\.lora\.rank=0 "),
+        ("rollout.n=1e9", r"rollout\.n=1000000000 .* 100000"),
+        ("rollout.prompts_per_step=1e9", r"prompts_per_step=1000000000 "),
+        ("model.lora.rank=1e9", r"model\.lora\.rank=1000000000 .* 8192"),
+        ("model.max_sequence_length=0", r"max_sequence_length=0 .* 1"),
+        ("model.max_sequence_length=1e9", r"max_sequence_length=1000000000 .* 65536 "),
         ("=3", r"override '=3' must have the form"),
-        ("data.path=prompts #2.txt", r"data\.path=prompts #2\.txt has a # that begins a comment of YAML; put the"),
-        ("data.path=it's #2.txt", r"data\.path=it's #2\.txt has a # that begins a comment of YAML"),
-        ("trainer.collective_timeout=1e14", r"collective_timeout=100000000000000\.0 .* at most 1000000000"),
-        ("trainer.seed=[1", r"trainer\.seed=\[1 is not valid YAML"),
-        ("trainer.seed=${nothing.here}", r"trainer\.seed cannot be resolved: .*nothing\.here"),
-        ("trainer.seed=???", r"trainer\.seed cannot be resolved"),
-        (f"{SECTION}.rollout_iss=token", r"rollout_iss.* is unknown \(did you mean rollout_is\?"),
-        (f"{SECTION}=seq_is", r"='seq_is' must be a section of keys \(did you mean .*\.preset=seq_is\?\): preset, "),
-        (f"{SECTION}=false", r"rollout_correction=False must be a section of keys: .*, log_legacy_names \(in"),
-        (f"{SECTION}.preset=bypass", r"preset='bypass' is a mode and not a preset; set preset=bypass_ppo_clip,"),
-        (f"{SECTION}.preset=decoupled", r"preset='decoupled' is a mode and not a preset; set preset=disabled,"),
-        (f"{SECTION}.preset=seq_iss", r"preset='seq_iss' is unknown \(did you mean seq_is\?"),
+        ("data.path=prompts #2.txt", r"data\.path=prompts #2\.txt .* # .*YAML"),
+        ("data.path=it's #2.txt", r"data\.path=it's #2\.txt .* # .*YAML"),
+        ("trainer.collective_timeout=1e14", r"collective_timeout=100000000000000\.0 .* 1000000000\.0 "),
+        ("trainer.seed=[1", r"trainer\.seed=\[1 .*YAML"),
+        ("trainer.seed=${nothing.here}", r"trainer\.seed .*nothing\.here"),
+        ("trainer.seed=???", r"trainer\.seed .*resolved"),
+        (f"{SECTION}.rollout_iss=token", r"rollout_iss' .*rollout_is\?"),
+        (f"{SECTION}=seq_is", r"='seq_is' .*\.preset=seq_is\?\): preset, "),
+        (f"{SECTION}=false", r"rollout_correction=False .*, log_legacy_names \(in"),
+        (f"{SECTION}.preset=bypass", r"preset='bypass' .* preset=bypass_ppo_clip,"),
+        (f"{SECTION}.preset=decoupled", r"preset='decoupled' .* preset=disabled,"),
+        (f"{SECTION}.preset=seq_iss", r"preset='seq_iss' .*seq_is\?"),
         (f"{SECTION}.rollout_rs=seq_mean_k4", r"rollout_rs.*seq_mean_k4.*did you mean seq_mean_k"),
         (f"{SECTION}.rollout_rs=seq_mean_k1", r"rollout_rs.*threshold"),
-        (f"{SECTION}.loss_type=reinforce", r"loss_type='reinforce' needs bypass_mode"),
-        (f"{SECTION}={{rollout_is: token, rollout_is_threshold: null}}", r"rollout_is_threshold is null"),
-        (f"{SECTION}={{bypass_mode: true, rollout_is_batch_normalize: true, rollout_is: token}}", "whole batch"),
+        (f"{SECTION}.loss_type=reinforce", r"loss_type='reinforce' .*bypass_mode"),
+        (f"{SECTION}={{rollout_is: token, rollout_is_threshold: null}}", r"rollout_is_threshold .*null"),
+        (f"{SECTION}={{bypass_mode: true, rollout_is_batch_normalize: true, rollout_is: token}}", "normalize=True "),
         (f"{SECTION}={{preset: seq_is, rollout_is: token}}", r"contradicts preset='seq_is'"),
         *(
             (f"{SECTION}={{rollout_rs: token_k1, rollout_rs_threshold: {band}}}", r"rollout_rs_threshold")
@@ -193,8 +194,8 @@ def test_infinite_cap_round_trips(recipe):
         ),
     ],
 )  # fmt: skip
-def test_bad_keys_and_values_are_named(bare, override, message):
-    with pytest.raises(ConfigError, match=message) as caught:
+def test_bad_keys_and_values_are_named(bare, override, named):
+    with pytest.raises(ConfigError, match=named) as caught:
         load(bare, [override])
     assert str(caught.value).endswith(f" (in {bare} with {override})")
     assert "\n" not in str(caught.value)
@@ -216,55 +217,47 @@ def test_older_dialect_is_translated_with_a_warning(recipe, text):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "named"),
     [
-        ("actor: {lr: 1, lr: 2}", r"'lr' is given twice"),
-        ("actor:\n  lr: 1\n  epochs: 2\n  lr: 2", r"'lr' is given twice \(line 4, column 3\)"),
-        ("actor: [", r"^not valid YAML: .*line 1"),
-        ("- 1", r"a recipe must hold sections of keys, and this is a list"),
-        ("actor: {lr: '${'}", r"actor\.lr cannot be read|not valid|cannot be"),
-        ("? [1, 2]\n: 3", r"^not valid YAML: found unhashable key"),
-        ("null: 3", r"cannot be read|is unknown"),
-        *((text, r"^the recipe is empty; name at least the model") for text in ("", "# a comment", "{}")),
+        ("actor: {lr: 1, lr: 2}", r"'lr' .*\(line 1, column 16\)"),
+        ("actor:\n  lr: 1\n  epochs: 2\n  lr: 2", r"'lr' .*\(line 4, column 3\)"),
+        ("actor: [", r"^not valid YAML: .*line 1, column 9"),
+        ("- 1", "recipe .* list"),
+        ("actor: {lr: '${'}", r"^actor\.lr .*\$\{"),
+        ("? [1, 2]\n: 3", r"^not valid YAML: .* key \(line 1, column 3\)"),
+        ("null: 3", "key .*NoneType"),
+        *((text, r"^the recipe .* model: \{path: ") for text in ("", "# a comment", "{}")),
         (
             "model: {path: '${model.path}'}",
-            r"^model\.path cannot be resolved: Recursive interpolation detected \(in",
+            r"^model\.path .*Recursive interpolation",
         ),
         (
             "".join(f"x{index}: '${{x{index + 1}}}${{x{index + 1}}}'\n" for index in range(40)),
-            r"^80 interpolations .* are more than the 24 that a recipe may hold; write their values out",
+            "^80 interpolations .* 24 ",
         ),
     ],
 )
-def test_bad_files_are_named(recipe, text, message):
+def test_bad_files_are_named(recipe, text, named):
     path = recipe(text)
-    with pytest.raises(ConfigError, match=message) as caught:
+    with pytest.raises(ConfigError, match=named) as caught:
         load(path)
     assert str(caught.value).endswith(f" (in {path})")
 
 
-def test_missing_recipe():
-    with pytest.raises(
-        ConfigError,
-        match=r"recipe='tiny_ocr_lra': no such file \(did you mean tiny_ocr_lora\?\); give a YAML",
-    ):
-        load("tiny_ocr_lra")
-    with pytest.raises(
-        ConfigError, match=r"'gone/away\.yaml': no such file; give a YAML file or one of flux2_klein"
-    ):
-        load("gone/away.yaml")
-    for name in ("", "n" * 5000, "/" + "n" * 5000):
-        with pytest.raises(ConfigError, match=f"^recipe='{name}': no such file"):
-            load(name)
+@pytest.mark.parametrize("name", ["gone/away.yaml", "", "n" * 5000, "/" + "n" * 5000], ids=len)
+def test_a_recipe_that_is_missing_is_named_with_those_that_are_shipped(name):
+    with pytest.raises(ConfigError, match=f"^recipe='{name}': .* flux2_klein_pickscore_lora, "):
+        load(name)
 
 
 @pytest.mark.parametrize(
     ("asked", "meant"),
     [
+        ("tiny_ocr_lra", "tiny_ocr_lora"),
         ("mine.yml", "mine.yaml"),
         ("mine", "mine.yaml"),
         ("tiny_ocr_lora.yml", "tiny_ocr_lora"),
-        ("sd35.yaml", "sd35"),
+        ("sd35.yaml", "sd35_medium_ocr_lora"),
     ],
 )
 def test_a_file_beside_the_missing_one_is_named_and_else_a_shipped_recipe(
@@ -272,13 +265,13 @@ def test_a_file_beside_the_missing_one_is_named_and_else_a_shipped_recipe(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").touch()
-    with pytest.raises(ConfigError, match=rf"no such file \(did you mean {meant}"):
+    with pytest.raises(ConfigError, match=rf"^recipe='{asked}': .* {meant}\?\)"):
         load(asked)
 
 
 def test_of_a_runs_folder_the_recipe_is_named(tmp_path):
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(ConfigError, match=f"give its recipe, {tmp_path}/config.yaml"):
+    with pytest.raises(ConfigError, match=f"^recipe='{tmp_path}' .* {tmp_path}/config.yaml$"):
         load(tmp_path)
 
 

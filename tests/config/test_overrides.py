@@ -46,16 +46,16 @@ EXPLICIT = "qwen_image_ocr_lora_rollout_corr"  # a recipe that says its mode key
 
 def test_a_preset_tells_what_gave_way_to_it(recipe):
     lost = "bypass_mode, rollout_is, rollout_rs, rollout_rs_threshold"
-    with pytest.warns(UserWarning, match=f"^{SECTION}.preset=seq_is replaces the recipe's {lost}$"):
+    with pytest.warns(UserWarning, match=f"^{SECTION}.preset=seq_is .*'s {lost}$"):
         load(EXPLICIT, [f"{SECTION}.preset=seq_is"])
     flat = recipe("algorithm: {advantage_std: none, rollout_is: true, rollout_is_threshold: 3}")
-    with pytest.warns(UserWarning, match="replaces the recipe's rollout_is, rollout_is_threshold$"):
+    with pytest.warns(UserWarning, match="preset=bypass_ppo_clip .*'s rollout_is, rollout_is_threshold$"):
         config = load(flat, [f"{SECTION}.preset=bypass_ppo_clip"])
     assert config.algorithm.rollout_correction == RolloutCorrectionConfig.bypass_ppo_clip()
     assert config.algorithm.advantage_std == "none"
     written = recipe(to_yaml(load("tiny_ocr_lora_bypass")))
     with pytest.warns(
-        UserWarning, match="replaces the recipe's bypass_mode, rollout_rs, rollout_rs_threshold$"
+        UserWarning, match="preset=disabled .*'s bypass_mode, rollout_rs, rollout_rs_threshold$"
     ):
         config = load(written, [f"{SECTION}.preset=disabled"])
     assert config.algorithm.rollout_correction == RolloutCorrectionConfig.disabled()
@@ -69,7 +69,7 @@ def test_what_is_said_beside_a_preset_on_the_command_line_stays():
 
 def test_a_key_that_contradicts_the_recipes_preset_is_taken_without_it():
     contradiction = f"{SECTION}.rollout_is=token"
-    with pytest.raises(ConfigError, match=rf"out: rollout_is, or the preset by {SECTION}\.preset=null"):
+    with pytest.raises(ConfigError, match=rf"rollout_is='token' .*preset='disabled'.*{SECTION}\.preset=null"):
         load("tiny_ocr_lora", [contradiction])
     correction = load("tiny_ocr_lora", [contradiction, f"{SECTION}.preset=null"]).algorithm.rollout_correction
     assert (correction.preset, correction.rollout_is) == (None, "token")
@@ -113,7 +113,7 @@ def test_an_empty_mapping_empties_what_the_recipe_says(recipe):
 @pytest.mark.parametrize("entry", ["[3]", "[ocr]", ".ocr", ""])
 def test_override_of_an_entry_that_a_list_has_not(recipe, entry):
     override = f"reward.terms{entry}.weight=1"
-    with pytest.raises(ConfigError, match=rf"{re.escape(override)} cannot be set"):
+    with pytest.raises(ConfigError, match=f"^{re.escape(override)} cannot"):
         load(recipe("reward: {terms: [{name: ocr}]}"), [override])
 
 
@@ -127,7 +127,7 @@ def test_override_of_an_entry_that_a_list_has_not(recipe, entry):
     ],
 )
 def test_blanks_around_the_equals_sign_are_named(bare, words, meant):
-    with pytest.raises(ConfigError, match=rf"no blanks around =; write {meant} \(in"):
+    with pytest.raises(ConfigError, match=rf" write {meant} \(in "):
         load(bare, words)
 
 
@@ -142,14 +142,19 @@ def test_overrides_are_shown_without_their_secrets():
     ]
 
 
-def test_an_error_shows_overrides_without_their_secrets(bare):
-    with pytest.raises(
-        ConfigError, match=r"with trainer.seed=0.5 reward.terms.0.api_key=\*\*\*\)$"
-    ) as caught:
-        load(bare, ["trainer.seed=0.5", "reward.terms.0.api_key=sesame"])
-    assert "sesame" not in str(caught.value)
-    with pytest.raises(ConfigError, match=r"reward.terms=\*\*\* is not valid YAML \(in") as caught:
-        load(bare, ["reward.terms=[{api_key: sesame"])
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (
+            ["trainer.seed=0.5", "reward.terms.0.api_key=sesame"],
+            r"^trainer\.seed=0\.5 .*with trainer\.seed=0\.5 reward\.terms\.0\.api_key=\*\*\*\)$",
+        ),
+        (["reward.terms=[{api_key: sesame"], r"^reward\.terms=\*\*\* .* YAML \(in "),
+    ],
+)
+def test_an_error_shows_overrides_without_their_secrets(bare, overrides, named):
+    with pytest.raises(ConfigError, match=named) as caught:
+        load(bare, overrides)
     assert "sesame" not in str(caught.value)
 
 

@@ -7,21 +7,21 @@ from flowcorr.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("keys", "named"),
     [
-        ({"worker_resources": "all"}, r"worker_resources='all' must be a mapping"),
-        ({"scheduling": "packed"}, r"scheduling='packed' is unknown; choose from default, spread, or the"),
-        ({"placement": "slurm"}, r"placement='slurm' is unknown; choose from local, ray"),
-        ({"max_staleness": 1}, r"max_staleness=1 needs workers .*set rollout\.placement=ray"),
-        ({"placement": "ray", "max_staleness": -1}, r"max_staleness=-1 is out of range"),
+        ({"worker_resources": "all"}, "worker_resources='all' "),
+        ({"scheduling": "packed"}, "scheduling='packed' .* default, spread, "),
+        ({"placement": "slurm"}, "placement='slurm' .* local, ray$"),
+        ({"max_staleness": 1}, r"max_staleness=1 .*rollout\.placement=ray"),
+        ({"placement": "ray", "max_staleness": -1}, "max_staleness=-1 "),
         (
             {"placement": "ray", "max_staleness": 1, "staleness": 2},
-            r"rollout\.staleness=2 imitates what rollout\.max_staleness=1 does; set only one of them",
+            r"rollout\.staleness=2 .*rollout\.max_staleness=1 ",
         ),
     ],
 )
-def test_workers_of_the_rollout(keys, message):
-    with pytest.raises(ConfigError, match=message):
+def test_workers_of_the_rollout(keys, named):
+    with pytest.raises(ConfigError, match=named):
         load_mapping({"rollout": keys})
 
 

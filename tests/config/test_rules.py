@@ -1,3 +1,4 @@
+import re
 import warnings
 
 import pytest
@@ -206,9 +207,9 @@ def test_sound_combinations_are_silent(values):
     ],
 )  # fmt: skip
 def test_keys_without_effect_warn(values, key):
-    with pytest.warns(UserWarning, match="has no effect") as caught:
+    with pytest.warns(UserWarning, match=f"^{re.escape(key)} has no effect") as caught:
         load_mapping(values)
-    assert [str(warning.message).split(" has no effect")[0] for warning in caught] == [key]
+    assert len(caught) == 1
 
 
 def test_a_local_engine_of_its_own_processes_has_a_timeout():

@@ -7,20 +7,20 @@ from flowcorr.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("keys", "named"),
     [
-        ({"requeue": 0}, r"^trainer\.requeue=0 is out of range; use an exit code in 3\.\.125"),
-        ({"requeue": 138}, r"^trainer\.requeue=138 is out of range"),
-        ({"best_metric": "reward"}, r"^trainer\.best_metric='reward' .*such as eval/reward"),
+        ({"requeue": 0}, r"^trainer\.requeue=0 .* 3\.\.125"),
+        ({"requeue": 138}, r"^trainer\.requeue=138 "),
+        ({"best_metric": "reward"}, r"^trainer\.best_metric='reward' .*eval/reward"),
         (
             {"best_metric": "eval/served/reward"},
-            r"eval_on='trained' does not .* or use eval/reward, which is",
+            r"best_metric=.*eval_on='trained' .*eval/reward,",
         ),
-        ({"seed": 2**63}, r"^trainer\.seed=9223372036854775808 is out of range; it must be at most"),
-        ({"save_every": 0}, r"^trainer\.save_every=0 is out of range; it must be at least 1"),
-        ({"eval_height": 10**6}, r"^trainer\.eval_height=1000000 is out of range"),
+        ({"seed": 2**63}, r"^trainer\.seed=9223372036854775808 "),
+        ({"save_every": 0}, r"^trainer\.save_every=0 .* 1$"),
+        ({"eval_height": 10**6}, r"^trainer\.eval_height=1000000 "),
     ],
 )
-def test_values_out_of_range(keys, message):
-    with pytest.raises(ConfigError, match=message):
+def test_values_out_of_range(keys, named):
+    with pytest.raises(ConfigError, match=named):
         TrainerConfig(**keys)

@@ -10,7 +10,7 @@ from flowcorr.errors import ConfigError
 
 
 def test_cps_noise_level_above_one(bare):
-    with pytest.raises(ConfigError, match=r"sampling\.noise_level=1\.2 is out of range for sde_type=cps"):
+    with pytest.raises(ConfigError, match=r"sampling\.noise_level=1\.2 .*sde_type=cps"):
         load(bare, ["sampling.sde_type=cps", "sampling.noise_level=1.2"])
 
 
@@ -30,39 +30,39 @@ def test_steps_after_the_last_stochastic_one_may_be_longer(keys, taken):
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("keys", "named"),
     [
-        ({"post_window_stride": 0}, r"sampling\.post_window_stride=0 is out of range"),
+        ({"post_window_stride": 0}, r"sampling\.post_window_stride=0 "),
         (
             {"post_window_stride": 7},
-            r"=7 covers more than the 6 steps after .*window_range ends .*; use at most 6$",
+            r"^sampling\.post_window_stride=7 .* 6 .*window_range .* 6$",
         ),
         (
             {"post_window_stride": 2, "sde_window_range": (0, 10)},
-            r"=2 covers more than the 0 steps .*; use 1, or end sampling\.sde_window_range earlier$",
+            r"=2 .* 0 .* 1, .*sampling\.sde_window_range ",
         ),
         (
             {"post_window_stride": 2, "sde_noise_range": (0, 9)},
-            r"=2 covers more than the 1 steps .*; use 1, or end sampling\.sde_noise_range earlier$",
+            r"=2 .* 1 .* 1, .*sampling\.sde_noise_range ",
         ),
     ],
 )
-def test_a_stride_that_leaves_nothing_to_shorten_is_refused(keys, message):
-    with pytest.raises(ConfigError, match=message):
+def test_a_stride_that_leaves_nothing_to_shorten_is_refused(keys, named):
+    with pytest.raises(ConfigError, match=named):
         SamplingConfig(**keys)
 
 
 @pytest.mark.parametrize(
-    ("section", "keys", "message"),
+    ("section", "keys", "named"),
     [
-        (ActorConfig, {"lr_min_ratio": 1.5}, r"^actor\.lr_min_ratio=1\.5 is out of range; use a share in \[0, 1\]$"),
-        (ActorConfig, {"betas": (0.9, 1.0)}, r"^actor\.betas=\[0\.9, 1\.0\] is out of range; each must be in"),
-        (ActorConfig, {"ema": 1.0}, r"^actor\.ema=1\.0 is out of range; use a decay in \(0, 1\), or null$"),
-        (ActorConfig, {"clip_ratio": (1e-4, 0.0)}, r"^actor\.clip_ratio=0\.0 is out of range"),
+        (ActorConfig, {"lr_min_ratio": 1.5}, r"^actor\.lr_min_ratio=1\.5 .*\[0, 1\]$"),
+        (ActorConfig, {"betas": (0.9, 1.0)}, r"^actor\.betas=\[0\.9, 1\.0\] "),
+        (ActorConfig, {"ema": 1.0}, r"^actor\.ema=1\.0 .*\(0, 1\), or null$"),
+        (ActorConfig, {"clip_ratio": (1e-4, 0.0)}, r"^actor\.clip_ratio=0\.0 "),
     ],
 )  # fmt: skip
-def test_values_out_of_range(section, keys, message):
-    with pytest.raises(ConfigError, match=message):
+def test_values_out_of_range(section, keys, named):
+    with pytest.raises(ConfigError, match=named):
         section(**keys)
 
 

@@ -13,19 +13,17 @@ def test_text_is_read_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "named"),
     [
-        (b"\xff\xfe\x00", "^the file is not UTF-8 text: invalid start byte at byte 0$"),
-        (b" " * 1_000_001, "^the file is too large: 1000001 bytes, and at most 1000000 are read$"),
+        (None, "No such file"),
+        (b"\xff\xfe\x00", "UTF-8 .* byte 0$"),
+        (b" " * 1_000_001, "1000001 bytes, .* 1000000 "),
     ],
+    ids=["missing", "no text", "large"],
 )
-def test_what_is_no_text_of_a_recipe_is_refused(tmp_path, content, message):
+def test_what_is_no_text_of_a_recipe_is_refused(tmp_path, content, named):
     path = tmp_path / "recipe.yaml"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match=message):
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"^the file .*{named}"):
         read_text(path)
-
-
-def test_a_file_that_cannot_be_read_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="^the file cannot be read: No such file"):
-        read_text(tmp_path / "none")

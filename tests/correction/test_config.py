@@ -34,76 +34,72 @@ K1_AUTO = {"rollout_rs": "token_k1", "rollout_rs_threshold": "auto"}
     ],
 )
 def test_other_keys_beside_a_preset_contradict_it(preset, key, value):
-    with pytest.raises(
-        ConfigError,
-        match=rf"{key}={value!r} contradicts preset='{preset}'.*; leave one of the two out: {key}, or",
-    ):
+    with pytest.raises(ConfigError, match=f"{key}={value!r} .*preset='{preset}',.* {key}, "):
         RolloutCorrectionConfig.from_mapping({"preset": preset, key: value})
 
 
 def test_auto_beside_a_preset_of_bypass_mode_only_is_refused():
-    message = r"bypass_mode='auto': preset 'bypass_pg_is' is for bypass mode only; choose one with ppo_clip, or bypass"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match="bypass_mode='auto': .*'bypass_pg_is' .*ppo_clip,"):
         RolloutCorrectionConfig.from_mapping({"preset": "bypass_pg_is", **AUTO})
 
 
 def test_a_preset_named_without_its_values_is_refused():
-    with pytest.raises(ConfigError, match=r"in code: RolloutCorrectionConfig\.from_preset\('token_is'\)"):
+    with pytest.raises(ConfigError, match=r"RolloutCorrectionConfig\.from_preset\('token_is'\)"):
         RolloutCorrectionConfig(preset="token_is")
 
 
 def test_an_unknown_key_shows_the_nearest():
-    with pytest.raises(ConfigError, match="did you mean rollout_is_threshold"):
+    with pytest.raises(ConfigError, match=r"'rollout_is_treshold' .*rollout_is_threshold\?"):
         RolloutCorrectionConfig.from_mapping({"rollout_is_treshold": 2.0})
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("values", "named"),
     [
-        ({"rollout_is": "tokn"}, r"rollout_is='tokn' is unknown.*did you mean token"),
-        ({"loss_type": "ppo"}, r"loss_type='ppo' is unknown"),
-        ({"bypass_scope": "steps"}, r"bypass_scope='steps'.*did you mean step"),
+        ({"rollout_is": "tokn"}, r"rollout_is='tokn' .*token\?"),
+        ({"loss_type": "ppo"}, r"loss_type='ppo' .*ppo_clip\?"),
+        ({"bypass_scope": "steps"}, r"bypass_scope='steps' .*step\?"),
         ({"rollout_rs_denominator": "some"}, r"rollout_rs_denominator='some'"),
-        ({"bypass_mode": "yes"}, r"bypass_mode='yes' must be true, false or auto"),
-        ({"bypass_mode": 1}, r"bypass_mode=1 must be true, false or auto"),
-        ({"rejection_groups": "recenter"}, r"rejection_groups='recenter'.*did you mean recentre"),
-        (BYPASS | {"rejection_groups": "recentre"}, r"rejection_groups='recentre' needs the whole batch"),
-        (AUTO | TOKEN | {"rollout_is_batch_normalize": True}, r"rollout_is_batch_normalize=True needs"),
-        (AUTO | {"rejection_groups": "drop_small"}, r"rejection_groups='drop_small' needs the whole batch"),
-        (AUTO | {"loss_type": "reinforce"}, r"loss_type='reinforce' needs bypass_mode: true"),
-        (AUTO | {"auto_enter": 0.0}, r"auto_enter=0.0 must be a positive number"),
-        (AUTO | {"auto_leave": math.inf}, r"auto_leave=inf must be a positive number"),
-        (AUTO | {"auto_enter": 0.4}, r"auto_leave=0.5 must be below auto_enter=0.4"),
-        (AUTO | {"auto_leave": 1.0}, r"auto_leave=1 must be below auto_enter=1"),
-        ({"rollout_is_apply": 1}, r"rollout_is_apply=1 must be true or false"),
+        ({"bypass_mode": "yes"}, "bypass_mode='yes' .*auto$"),
+        ({"bypass_mode": 1}, "bypass_mode=1 .*auto$"),
+        ({"rejection_groups": "recenter"}, r"rejection_groups='recenter' .*recentre\?"),
+        (BYPASS | {"rejection_groups": "recentre"}, "rejection_groups='recentre' .*batch"),
+        (AUTO | TOKEN | {"rollout_is_batch_normalize": True}, "rollout_is_batch_normalize=True .*batch"),
+        (AUTO | {"rejection_groups": "drop_small"}, "rejection_groups='drop_small' .*batch"),
+        (AUTO | {"loss_type": "reinforce"}, "loss_type='reinforce' .*bypass_mode: true"),
+        (AUTO | {"auto_enter": 0.0}, r"auto_enter=0\.0 "),
+        (AUTO | {"auto_leave": math.inf}, "auto_leave=inf "),
+        (AUTO | {"auto_enter": 0.4}, r"auto_leave=0\.5 .*auto_enter=0\.4,"),
+        (AUTO | {"auto_leave": 1.0}, "auto_leave=1 .*auto_enter=1,"),
+        ({"rollout_is_apply": 1}, "rollout_is_apply=1 "),
         (
             {"rollout_is": "token", "rollout_is_threshold": None},
-            r"rollout_is_threshold is null while rollout_is",
+            "rollout_is_threshold .*null .*rollout_is='token'",
         ),
         ({"rollout_is": "token", "rollout_is_threshold": "2.0_0.5"}, r"rollout_is_threshold='2.0_0.5'"),
         ({"rollout_is": "token", "rollout_is_threshold": math.nan}, r"rollout_is_threshold=nan"),
         ({"rollout_is": "token", "rollout_is_threshold": 0}, r"rollout_is_threshold=0"),
         ({"rollout_is": "token", "rollout_is_threshold": -1.0}, r"rollout_is_threshold=-1.0"),
-        ({"rollout_rs": "token_k1"}, r"rollout_rs_threshold is missing"),
+        ({"rollout_rs": "token_k1"}, "rollout_rs_threshold .*missing .*rollout_rs='token_k1'"),
         (
             {"rollout_rs": "token_k1,seq_sum_k1", "rollout_rs_threshold": "2_3"},
-            r"rollout_rs_threshold=\[2\.0, 3\.0\] is one band for both modes",
+            r"rollout_rs_threshold=\[2\.0, 3\.0\] .* band ",
         ),
-        ({"rollout_rs": "token_k4", "rollout_rs_threshold": 2}, r"rollout_rs='token_k4' is unknown"),
+        ({"rollout_rs": "token_k4", "rollout_rs_threshold": 2}, "rollout_rs='token_k4' "),
         ({"rollout_token_veto_threshold": 1.0}, r"rollout_token_veto_threshold=1.0"),
-        ({"log_ratio_scale": "men"}, r"log_ratio_scale='men' is unknown.*did you mean mean"),
+        ({"log_ratio_scale": "men"}, r"log_ratio_scale='men' .*mean\?"),
         ({"log_ratio_scale": 0.0}, r"log_ratio_scale=0.0"),
-        ({"loss_type": "reinforce"}, r"loss_type='reinforce' needs bypass_mode: true"),
+        ({"loss_type": "reinforce"}, "loss_type='reinforce' .*bypass_mode: true"),
         (
             {"bypass_mode": True, "rollout_is": "token", "rollout_is_batch_normalize": True},
-            r"rollout_is_batch_normalize=True needs the whole batch",
+            "rollout_is_batch_normalize=True .*batch",
         ),
-        (REINFORCE | SEQUENCE, r"bypass_scope='step' gives the loss single steps"),
-        (REINFORCE | {"rollout_is": "geometric"}, r"bypass_scope=.*set bypass_scope: trajectory"),
+        (REINFORCE | SEQUENCE, "bypass_scope='step' .*trajectory"),
+        (REINFORCE | {"rollout_is": "geometric"}, "bypass_scope='step' .*trajectory"),
     ],
 )
-def test_bad_values_name_their_key(values, message):
-    with pytest.raises(ConfigError, match=r"^algorithm\.rollout_correction\." + message):
+def test_bad_values_name_their_key(values, named):
+    with pytest.raises(ConfigError, match=rf"^algorithm\.rollout_correction\.{named}"):
         RolloutCorrectionConfig(**values)
 
 
@@ -122,7 +118,7 @@ def test_bad_values_name_their_key(values, message):
     ],
 )
 def test_keys_without_effect_warn(values, key):
-    with pytest.warns(UserWarning, match=rf"{key}=.* has no effect"):
+    with pytest.warns(UserWarning, match=rf"^algorithm\.rollout_correction\.{key}=.* no effect"):
         RolloutCorrectionConfig(**values)
 
 

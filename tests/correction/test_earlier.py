@@ -107,5 +107,5 @@ def test_the_centre_is_a_shift_that_all_terms_have():
 
 def test_noise_without_steps_is_refused():
     delta = torch.zeros(1, 2)
-    with pytest.raises(BatchError, match="give step_indices as well"):
+    with pytest.raises(BatchError, match="^noise .*step_indices"):
         correct(delta, delta, rollout_rs="token_k1", rollout_rs_threshold="auto", noise={})

@@ -31,7 +31,7 @@ def test_exact_kl_modes_bound_the_step_and_the_window():
     window = correct(zero, zero, step_kl=kl, rollout_rs="seq_kl", rollout_rs_threshold=3e-4)
     assert window.keep.tolist() == [[False, False], [True, True]]
     assert step.metrics.compute()["rollout_corr/exact_kl"] == pytest.approx(1.5e-4)
-    with pytest.raises(BatchError, match="step_kl"):
+    with pytest.raises(BatchError, match="rollout_rs='seq_kl' .*step_kl;"):
         correct(zero, zero, rollout_rs="seq_kl", rollout_rs_threshold=1e-3)
 
 
@@ -56,7 +56,7 @@ def test_a_mode_of_ones_own():
     values = result.metrics.compute()
     assert values["rollout_corr/rollout_rs_LATER_STEPS_max"] == pytest.approx(0.6)
     assert values["rollout_corr/rollout_rs_token_k1_masked_fraction"] == 0.0
-    with pytest.raises(ConfigError, match=r"is of type list; name a flowcorr\.correction\.Mode"):
+    with pytest.raises(ConfigError, match=r"rollout_rs=.*:NO_MODE' .* list; .*flowcorr\.correction\.Mode"):
         correct(delta, delta, rollout_rs=f"{__name__}:NO_MODE", rollout_rs_threshold=1.0)
 
 
@@ -77,17 +77,17 @@ NO_MODE = ["token_k1"]
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "named"),
     [
-        ({"level": "token"}, r"level='token'\): choose from 'step', 'sample'"),
-        ({"needs": "kl"}, r"needs='kl'\): choose from 'step_kl', 'z', None"),
-        ({"bounds": (0.5, 2.0)}, r"bounds=\(0\.5, 2\.0\)\): take RATIO.*rollout_rs_threshold"),
-        ({"value": 3}, "value=3.*a function of LogRatios"),
+        ({"level": "token"}, r"level='token'\): .*'step', 'sample'"),
+        ({"needs": "kl"}, r"needs='kl'\): .*'step_kl', 'z', None"),
+        ({"bounds": (0.5, 2.0)}, r"bounds=\(0\.5, 2\.0\)\): .*RATIO.*rollout_rs_threshold"),
+        ({"value": 3}, r"value=3\): .*LogRatios"),
     ],
 )
-def test_a_field_of_another_kind_is_refused_where_the_mode_is_written(fields, message):
+def test_a_field_of_another_kind_is_refused_where_the_mode_is_written(fields, named):
     given = {"level": "step", "value": lambda ratios: ratios.delta, "bounds": SQUARE}
-    with pytest.raises(ConfigError, match=rf"Mode\({message}"):
+    with pytest.raises(ConfigError, match=rf"Mode\({named}"):
         Mode(**given | fields)
 
 
@@ -98,9 +98,9 @@ A_NUMBER = Mode(level="step", value=lambda ratios: 1.0, bounds=ABSOLUTE)
 @pytest.mark.parametrize("threshold", [0.5, "auto"])
 @pytest.mark.parametrize(
     ("name", "shapes"),
-    [("OF_STEPS_FOR_SAMPLES", r"is \[9, 2\] for 9 .*\[9\]"), ("A_NUMBER", r"is float .*\[9, 2\]")],
+    [("OF_STEPS_FOR_SAMPLES", r".*\[9, 2\] .*\[9\]"), ("A_NUMBER", r".*float .*\[9, 2\]")],
 )
 def test_a_value_of_another_shape_names_the_mode(name, shapes, threshold):
     delta = torch.zeros(9, 2)
-    with pytest.raises(ConfigError, match=rf"rollout_rs='{name}': its value {shapes}"):
+    with pytest.raises(ConfigError, match=f"rollout_rs='{name}': {shapes}"):
         correct(delta, delta, rollout_rs=f"{__name__}:{name}", rollout_rs_threshold=threshold)

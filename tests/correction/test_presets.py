@@ -127,5 +127,5 @@ def test_thresholds_beside_a_preset_override_it():
 
 
 def test_an_unknown_preset_shows_the_nearest():
-    with pytest.raises(ConfigError, match="did you mean token_tis"):
+    with pytest.raises(ConfigError, match=r"preset='token_tiss' .*token_tis\?"):
         RolloutCorrectionConfig.from_preset("token_tiss")

@@ -183,14 +183,14 @@ def test_advantages_are_clamped(name):
 def test_nothing_broadcasts(name, field):
     _, terms = problem(4, 2)
     column = getattr(terms, field)[:, :1]
-    with pytest.raises(BatchError, match=rf"{field} has shape \[4, 1\]; it must be \[4, 2\]"):
+    with pytest.raises(BatchError, match=rf"^{field} .*\[4, 1\]; .*\[4, 2\]"):
         LOSSES[name].objective(replace(terms, **{field: column}), Settings())
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_more_axes_than_samples_and_steps_are_refused(name):
     _, terms = problem(4, 2, 1)
-    with pytest.raises(BatchError, match=r"it must be \[b\] or \[b, T\]"):
+    with pytest.raises(BatchError, match=r"^log_prob .*\[4, 2, 1\]; .*\[b, T\]"):
         LOSSES[name].objective(terms, Settings())
 
 

@@ -76,17 +76,17 @@ def test_a_non_finite_old_mean_leaves_the_gradient_finite():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
-        ({"kl": None}, "kl is missing.*let the rollout return its step means"),
-        ({"kl": torch.zeros(1)}, r"kl has shape \[1\]; it must be \[2\]"),
-        ({"std": torch.ones(1)}, r"std has shape \[1\]"),
-        ({"step": torch.ones(2, 1)}, r"step has shape \[2, 1\]"),
+        ({"kl": None}, r"kl .*sde\.step_kl"),
+        ({"kl": torch.zeros(1)}, r"kl .*\[1\]; .*\[2\]"),
+        ({"std": torch.ones(1)}, r"std .*\[1\]; .*\[2\]"),
+        ({"step": torch.ones(2, 1)}, r"step .*\[2, 1\]; .*\[2\]"),
     ],
 )
-def test_shapes_of_kl_stds_and_steps(change, message):
+def test_shapes_of_kl_stds_and_steps(change, named):
     arguments = {"kl": torch.zeros(2), "std": torch.ones(2), "step": torch.ones(2)}
-    with pytest.raises(BatchError, match=message):
+    with pytest.raises(BatchError, match=f"^{named}"):
         grpo_guard(torch.zeros(2), torch.zeros(2), torch.ones(2), **(arguments | change), **OPTIONS)
 
 

@@ -85,26 +85,25 @@ def test_a_loss_of_ones_own_by_import_path(own_module):
 
 @pytest.mark.usefixtures("own_module")
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("name", "options", "named"),
     [
-        ("flow_gpo", {}, r"actor\.loss_mode='flow_gpo' is unknown.*did you mean flow_grpo.*package\.module:name"),
-        ("no_such_package.losses:mine", {}, r"no module 'no_such_package' on the Python path"),
-        (":mine", {}, r"no module '' on the Python path"),
-        ("own_losses:missing", {}, r"the module own_losses has no 'missing'"),
-        ("own_losses:", {}, r"has no ''; name a function or a Loss"),
-        ("own_losses:number", {}, r"is of type int; name a flowcorr\.losses\.Loss, or a function"),
-        ("own_losses:one_argument", {}, r"too many positional arguments; it takes \(terms\), and a loss is called"),
+        ("flow_gpo", {}, r"^actor\.loss_mode='flow_gpo' .*flow_grpo\?.*package\.module:name"),
+        ("no_such_package.losses:mine", {}, "no module 'no_such_package'"),
+        (":mine", {}, "no module ''"),
+        ("own_losses:missing", {}, "own_losses has no 'missing'"),
+        ("own_losses:", {}, "own_losses has no ''"),
+        ("own_losses:number", {}, r"'own_losses:number' .* int; .*flowcorr\.losses\.Loss"),
+        ("own_losses:one_argument", {}, r"'own_losses:one_argument': .* \(terms\), .*\(terms, actor_config, "),
         ("own_losses:three_records", {"width": 2},
-         r"^actor\.loss_options=\{'width': 2\} do not fit actor\.loss_mode='own_losses:three_records': missing a "
-         r"required argument: 'actor_config'; it takes \(policy_step, batch_step, actor_config, \*, width=1\), and a "
-         r"loss is called with \(terms, actor_config, \*\*loss_options\)$"),
-        ("own_losses:with_options", {}, r"missing a required .*argument: 'width'; it takes .*\*, width, sign=1"),
+         r"^actor\.loss_options=\{'width': 2\} .*actor\.loss_mode='own_losses:three_records': .*'actor_config'; .* "
+         r"\(policy_step, batch_step, actor_config, \*, width=1\), .*\(terms, actor_config, \*\*loss_options\)$"),
+        ("own_losses:with_options", {}, r"'own_losses:with_options': .*'width'; .*\*, width, sign=1\)"),
         ("own_losses:ROW", {"widht": 1}, r"'own_losses:ROW': .*'width'"),
-        ("own_losses:plain", {"width": 1}, r"loss_options=\{'width': 1\}.*'width'; it takes \(terms, actor_config\),"),
-        ("own_losses:with_options", {"width": 1, "sing": 1}, r"unexpected keyword argument 'sing'"),
-        ("flow_grpo", {"width": 1}, r"loss_mode='flow_grpo': .*'width'; it takes"),
+        ("own_losses:plain", {"width": 1}, r"'own_losses:plain': .*'width'; .* \(terms, actor_config\),"),
+        ("own_losses:with_options", {"width": 1, "sing": 1}, "'own_losses:with_options': .*'sing'"),
+        ("flow_grpo", {"width": 1}, "loss_mode='flow_grpo': .*'width'"),
     ],
 )  # fmt: skip
-def test_names_and_options_that_lead_nowhere(name, options, message):
-    with pytest.raises(ConfigError, match=message):
+def test_names_and_options_that_lead_nowhere(name, options, named):
+    with pytest.raises(ConfigError, match=named):
         resolve(name, **options)

@@ -58,7 +58,7 @@ def test_a_list_of_one_number_is_that_number(name, level, dtype):
 def test_one_advantage_per_sample_is_refused_with_its_remedy():
     log_prob, advantage = torch.zeros(4, 2), torch.arange(4.0)
     remedy = r"advantage\[:, None\]\.expand_as\(log_prob\)"
-    with pytest.raises(BatchError, match=rf"^advantage has shape \[4\]; it must be \[4, 2\], .*{remedy}$"):
+    with pytest.raises(BatchError, match=rf"^advantage .*\[4\]; .*\[4, 2\], .*{remedy}$"):
         mask_terms(log_prob, log_prob, advantage, adv_clip_max=5.0, weight=None, keep=None)
     spread = advantage[:, None].expand_as(log_prob)
     terms = mask_terms(log_prob, log_prob, spread, adv_clip_max=5.0, weight=None, keep=None)
@@ -74,7 +74,7 @@ def test_the_range_of_a_term_is_that_of_its_step():
 @pytest.mark.parametrize(("own_loss", "name"), [(flow_grpo, "clip_ratio"), (importance_cap, "cap")])
 def test_a_limit_of_ratios_does_not_broadcast(own_loss, name):
     log_prob = torch.zeros(4, 2)
-    with pytest.raises(BatchError, match=rf"{name} has shape \[2\]; it must be \[4, 2\]"):
+    with pytest.raises(BatchError, match=rf"^{name} .*\[2\]; .*\[4, 2\]"):
         own_loss(log_prob, log_prob, log_prob, **{name: torch.full((2,), 0.1)}, adv_clip_max=5.0)
 
 
@@ -92,9 +92,7 @@ def test_trajectory_ratios_pool_the_kept_steps(level, pooled):
 
 
 def test_trajectory_ratios_need_whole_windows():
-    with pytest.raises(
-        BatchError, match=r"actor\.ratio_level=trajectory_mean needs whole windows.*bypass_scope"
-    ):
+    with pytest.raises(BatchError, match=r"^actor\.ratio_level=trajectory_mean .*\[1\]; .*bypass_scope"):
         loss(tensor(0.1), tensor(1.0), ratio_level="trajectory_mean")
 
 
@@ -108,31 +106,28 @@ def test_a_losss_own_ratio_may_be_anything_where_terms_are_not_kept():
 
 
 def test_unknown_ratio_level():
-    with pytest.raises(
-        ConfigError, match=r"actor\.ratio_level='trajectory'.*choose from step, trajectory_mean"
-    ):
+    with pytest.raises(ConfigError, match=r"^actor\.ratio_level='trajectory' .* step, trajectory_mean, "):
         loss(tensor(0.1), tensor(1.0), ratio_level="trajectory")
 
 
 @pytest.mark.parametrize("value", [-5.0, 0.0, math.nan, True])
-@pytest.mark.parametrize("name", ["clip_ratio", "adv_clip_max"])
-def test_settings_that_no_loss_can_have(name, value):
+@pytest.mark.parametrize(
+    ("own_loss", "name", "others"),
+    [
+        (flow_grpo, "clip_ratio", {"adv_clip_max": 5.0}),
+        (flow_grpo, "adv_clip_max", {"clip_ratio": 0.1}),
+        (importance_cap, "cap", {"adv_clip_max": 5.0}),
+        (flow_dppo, "kl_threshold", {"kl": torch.zeros(2)}),
+    ],
+)
+def test_limits_that_no_loss_can_have(own_loss, name, others, value):
     values = torch.zeros(2)
-    with pytest.raises(ConfigError, match=f"^{name}={value} must be a positive number"):
-        flow_grpo(values, values, values, **({"clip_ratio": 0.1, "adv_clip_max": 5.0} | {name: value}))
-
-
-@pytest.mark.parametrize("value", [-5.0, 0.0, math.nan, True])
-def test_limits_that_no_loss_can_have(value):
-    values = torch.zeros(2)
-    with pytest.raises(ConfigError, match=f"^cap={value} must be a positive number"):
-        importance_cap(values, values, values, cap=value, adv_clip_max=5.0)
-    with pytest.raises(ConfigError, match=f"^kl_threshold={value} must be a positive number"):
-        flow_dppo(values, values, values, kl=values, kl_threshold=value)
+    with pytest.raises(ConfigError, match=f"^{name}={value} "):
+        own_loss(values, values, values, **others, **{name: value})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8])
 def test_a_mask_is_of_bools(dtype):
     values = torch.zeros(2)
-    with pytest.raises(BatchError, match="keep has dtype .*; it must be bool: give keep != 0"):
+    with pytest.raises(BatchError, match=f"^keep .* {dtype}; .*bool"):
         flow_grpo(values, values, values, clip_ratio=0.1, adv_clip_max=5.0, keep=torch.ones(2, dtype=dtype))

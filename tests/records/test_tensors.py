@@ -41,51 +41,51 @@ def test_sizes():
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("field", "value", "named"),
     [
-        ("log_probs", torch.zeros(4), r"log_probs has shape \[4\]; it must be \[B, T\]"),
-        ("sigmas", torch.zeros(4, 1), r"sigmas has shape \[4, 1\]; it must be \[4, 2\]"),
-        ("sigmas_next", torch.zeros(1, 2), r"sigmas_next has shape"),
-        ("timesteps", torch.zeros(2), r"timesteps has shape"),
-        ("step_indices", torch.zeros(3, 2), r"step_indices has shape"),
-        ("group_ids", torch.zeros(1), r"group_ids has shape \[1\]; it must be \[4\]"),
-        ("policy_versions", torch.zeros(4, 1), r"policy_versions has shape"),
-        ("latents", torch.zeros(4, 3, 3, 5), r"latents has shape \[4, 3, 3, 5\]; it must be \[4, 2, 3, 5\]"),
-        ("next_latents", torch.zeros(4, 2, 3, 1), r"next_latents has shape"),
-        ("means", torch.zeros(4, 2, 3, 1), r"means has shape"),
-        ("stds", torch.zeros(4), r"stds has shape \[4\]; it must be \[4, 2\]"),
-        ("conditioning_rows", torch.zeros(3), r"conditioning_rows has shape \[3\]; it must be \[4\]"),
-        ("conditioning_rows", None, r"conditioning_rows is missing"),
+        ("log_probs", torch.zeros(4), r"\[4\]; .*\[B, T\]"),
+        ("sigmas", torch.zeros(4, 1), r"\[4, 1\]; .*\[4, 2\]"),
+        ("sigmas_next", torch.zeros(1, 2), r"\[1, 2\]; .*\[4, 2\]"),
+        ("timesteps", torch.zeros(2), r"\[2\]; .*\[4, 2\]"),
+        ("step_indices", torch.zeros(3, 2), r"\[3, 2\]; .*\[4, 2\]"),
+        ("group_ids", torch.zeros(1), r"\[1\]; .*\[4\]"),
+        ("policy_versions", torch.zeros(4, 1), r"\[4, 1\]; .*\[4\]"),
+        ("latents", torch.zeros(4, 3, 3, 5), r"\[4, 3, 3, 5\]; .*\[4, 2, 3, 5\]"),
+        ("next_latents", torch.zeros(4, 2, 3, 1), r"\[4, 2, 3, 1\]; .*\[4, 2, 3, 5\]"),
+        ("means", torch.zeros(4, 2, 3, 1), r"\[4, 2, 3, 1\]; .*\[4, 2, 3, 5\]"),
+        ("stds", torch.zeros(4), r"\[4\]; .*\[4, 2\]"),
+        ("conditioning_rows", torch.zeros(3), r"\[3\]; .*\[4\]"),
+        ("conditioning_rows", None, "missing"),
         (
             "conditioning",
             {"embeds": torch.zeros(2, 7), "pooled": torch.zeros(1, 7)},
-            r"conditioning\['pooled'\] has shape \[1, 7\].*G=2",
+            r"\['pooled'\] .*\[1, 7\]; .*G=2,",
         ),
     ],
 )
-def test_shapes_that_do_not_fit(field, value, message):
-    with pytest.raises(BatchError, match=message):
+def test_shapes_that_do_not_fit(field, value, named):
+    with pytest.raises(BatchError, match=rf"^(Rollout|Window)\.{field}\b.*{named}"):
         rollout(**{field: value}).validate()
 
 
 @pytest.mark.parametrize(
-    ("field", "dtype", "message"),
+    ("field", "dtype", "needed"),
     [
-        ("latents", torch.bfloat16, r"latents have dtype torch\.bfloat16; they must be torch\.float32"),
-        ("log_probs", torch.float16, r"log_probs have dtype torch\.float16"),
-        ("step_indices", torch.float32, r"step_indices have dtype torch\.float32; they must be torch\.int64"),
-        ("group_ids", torch.int32, r"group_ids have dtype torch\.int32"),
+        ("latents", torch.bfloat16, "float32"),
+        ("log_probs", torch.float16, "float32"),
+        ("step_indices", torch.float32, "int64"),
+        ("group_ids", torch.int32, "int64"),
     ],
 )
-def test_dtypes_that_lose_digits(field, dtype, message):
+def test_dtypes_that_lose_digits(field, dtype, needed):
     record = rollout()
     value = getattr(record, field, getattr(record.window, field, None))
-    with pytest.raises(BatchError, match=message):
+    with pytest.raises(BatchError, match=rf"^Rollout's {field} .* {dtype}; .* torch\.{needed}$"):
         rollout(**{field: value.to(dtype)}).validate()
 
 
 def test_an_engine_returns_images():
-    with pytest.raises(BatchError, match=r"Rollout\.images is missing"):
+    with pytest.raises(BatchError, match=r"Rollout\.images "):
         _ = rollout(images=None).decoded
 
 
@@ -202,13 +202,11 @@ def test_loss_denominators(count_all, count_kept, kept, over_all):
     )
     assert output.mean().item() == output.mean("kept").item() == kept
     assert output.mean("all").item() == over_all
-    with pytest.raises(ConfigError, match="denominator='keep' is unknown.*choose from kept, all"):
+    with pytest.raises(ConfigError, match="^denominator='keep' .* kept, all$"):
         output.mean("keep")
 
 
 def test_check_shape_names_the_tensor():
     check_shape("x", torch.zeros(2, 3), (2, 3))
-    with pytest.raises(
-        BatchError, match=r"^x has shape \[2, 3\]; it must be \[2\], as nothing is broadcast$"
-    ):
+    with pytest.raises(BatchError, match=r"^x .*\[2, 3\]; .*\[2\],"):
         check_shape("x", torch.zeros(2, 3), (2,))

@@ -97,7 +97,7 @@ def canonical(values):
 
 @pytest.mark.parametrize(("old", "new"), DIALECTS)
 def test_a_legacy_section_equals_its_translation(old, new):
-    with pytest.warns(FutureWarning, match="older dialect; write"):
+    with pytest.warns(FutureWarning, match="older dialect"):
         config = older_verl.from_older(old)
     values = {field: value for field, value in vars(config).items() if field != "preset"}
     assert canonical(values) == canonical(new)
@@ -192,52 +192,58 @@ def test_todays_keys_under_algorithm_are_only_misplaced():
 
 
 @pytest.mark.parametrize(
-    ("old", "message"),
+    ("old", "named"),
     [
-        ({"rollout_is_mode": "clip", "rollout_is_threshold": 2.0}, "rollout_is_mode='clip' is unknown"),
-        ({"rollout_is_level": "seq", "rollout_is_threshold": 2.0}, "rollout_is_level='seq' is unknown"),
-        ({"use_pure_rollout_correction": True}, "needs bypass_old_logprob_for_rollout"),
-        (MASK | {"rollout_is": 1}, "rollout_is=1 must be true or false"),
+        ({"rollout_is_mode": "clip", "rollout_is_threshold": 2.0}, "rollout_is_mode='clip' "),
+        ({"rollout_is_level": "seq", "rollout_is_threshold": 2.0}, "rollout_is_level='seq' "),
+        (
+            {"use_pure_rollout_correction": True},
+            "use_pure_rollout_correction=True .*bypass_old_logprob_for_rollout: true",
+        ),
+        (MASK | {"rollout_is": 1}, "rollout_is=1 "),
         (
             {"bypass_old_logprob_for_rollout": "off"},
-            "bypass_old_logprob_for_rollout='off' must be true or false",
+            "bypass_old_logprob_for_rollout='off' ",
         ),
         (
             {"bypass_mode": True, "use_policy_gradient": "no"},
-            "use_policy_gradient='no' must be true or false",
+            "use_policy_gradient='no' ",
         ),
         (
             {"bypass_mode": True, "use_pure_rollout_correction": "False"},
-            "use_pure_rollout_correction='False' must be true or false",
+            "use_pure_rollout_correction='False' ",
         ),
         (
             {"bypass_mode": True, "bypass_old_logprob_for_rollout": False},
-            "bypass_mode=True contradicts the older bypass_old_logprob_for_rollout=False",
+            "bypass_mode=True .*bypass_old_logprob_for_rollout=False",
         ),
         (
             {"bypass_mode": True, "loss_type": "ppo_clip", "use_policy_gradient": True},
-            "loss_type='ppo_clip' contradicts the older",
+            "loss_type='ppo_clip' .*use_policy_gradient",
         ),
-        (MASK | {"rollout_rs": "token_k1"}, "contradicts the older"),
+        (MASK | {"rollout_rs": "token_k1"}, r"rollout_rs='token_k1' .*rollout_is_\*"),
         (
             {"rollout_rs": "token", "rollout_rs_threshold": "0.5_2", "rollout_rs_threshold_lower": 0.5},
-            "is a band already",
+            "rollout_rs_threshold='0.5_2' ",
         ),
-        (MASK | {"rollout_is_threshold_lower": "low"}, r"rollout_is_threshold_lower='low' must be a number"),
-        (MASK | {"rollout_is_threshold_lower": True}, r"rollout_is_threshold_lower=True must be a number"),
-        (MASK | {"rollout_is_threshold_lower": -0.5}, r"rollout_is_threshold_lower=-0\.5 must be .* from 0"),
+        (
+            MASK | {"rollout_is_threshold_lower": "low"},
+            "rollout_is_threshold_lower='low' .*rollout_is_threshold=2,",
+        ),
+        (MASK | {"rollout_is_threshold_lower": True}, "rollout_is_threshold_lower=True "),
+        (MASK | {"rollout_is_threshold_lower": -0.5}, r"rollout_is_threshold_lower=-0\.5 .* 0 "),
         (
             {"rollout_rs": "token", "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": "none"},
-            r"rollout_rs_threshold_lower='none' must be a number from 0 to below rollout_rs_threshold=2, or null",
+            "rollout_rs_threshold_lower='none' .*rollout_rs_threshold=2, .*null",
         ),
         (
             {"rollout_rs": "token", "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": 3.0},
-            r"rollout_rs_threshold_lower=3\.0 must be",
+            r"rollout_rs_threshold_lower=3\.0 .*rollout_rs_threshold=2,",
         ),
     ],
 )
-def test_values_that_no_dialect_knew(old, message):
-    with pytest.raises(ConfigError, match=message):
+def test_values_that_no_dialect_knew(old, named):
+    with pytest.raises(ConfigError, match=named):
         older_verl.from_older(old)
 
 
@@ -255,7 +261,7 @@ def test_values_that_no_dialect_knew(old, message):
 )
 def test_where_verl_rejects_whole_samples_the_scope_is_asked_for(read, criteria, named):
     section = {"bypass_mode": True, "loss_type": "reinforce", **criteria}
-    with pytest.warns(UserWarning, match=f"{named} single steps here and whole samples in verl"):
+    with pytest.warns(UserWarning, match=f"{named} .* verl"):
         read(section)
     with pytest.warns(UserWarning, match="write bypass_scope: trajectory"):
         older_verl.translate_algorithm({"rollout_correction": section})
