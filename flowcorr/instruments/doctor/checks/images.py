@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from flowcorr.dumps.replay import ReplaySamples
 from flowcorr.health.finding import Finding
-from flowcorr.instruments.doctor.candidates import fitted
+from flowcorr.instruments.doctor.candidates import Candidate, Number, Tried, best, search
 from flowcorr.instruments.doctor.captured import Captured
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import failed, judged, passed, skipped, warned
@@ -34,7 +35,8 @@ CUT = 0.5  # grey levels that a captured loop loses which cuts pixels to whole l
 _UNSCALE = "divide latents by scaling_factor once and add shift_factor once, before the VAE decodes them"
 _UNCHANGED = "hand the reward images as the pipeline returns them, before they are stored or adjusted"
 _QUALITIES = (100, 95, 90, 85, 80, 75, 70, 60, 50, 40, 30)
-BY_SAMPLE = ("swapped_images", "images_of_step_before")  # some of the samples may have it alone
+Origin = Callable[[], Tensor]
+"""Makes the images `[m, H, W, 3]`, or those of videos, that may have been captured."""
 
 
 def check_images(exam: Exam) -> Finding:
@@ -162,112 +164,134 @@ def check_captured_images(captured: Captured) -> Finding:
             return skipped(f"cannot tell: images of different samples are alike; {evidence}", samples=samples)
         return passed(f"the images are those of their latents; {evidence}", samples=samples)
     bad = own > 1
-    for cause, message, remedy, rival_gaps in _rivals(captured, final, decoded, images):
-        explained = (rival_gaps / limit <= 1) & bad
-        if bool((explained == bad).all()) or (cause in BY_SAMPLE and bool(explained.any())):
-            count = int(explained.sum())
-            return failed(
-                f"{message}; {evidence}; with this undone {count} of {int(bad.sum())} agree",
-                remedy,
-                cause=cause,
-                confidence="certain" if count == int(bad.sum()) else "likely",
-                samples=samples,
-            )
-    return warned(
-        f"the images are not those of their latents, and cannot tell why; {evidence}",
-        "an image of a sample that was not captured, or another decoder: capture all samples of a batch, and "
-        "the step before",
+    origin = best(search(_origins(captured, final, decoded, images), partial(_tried, images, limit, bad)))
+    if origin is None:
+        return warned(
+            f"the images are not those of their latents, and cannot tell why; {evidence}",
+            "an image of a sample that was not captured, or another decoder: capture all samples of a batch, and "
+            "the step before",
+            samples=samples,
+        )
+    count = int(((origin.score <= 1) & bad).sum())
+    return failed(
+        f"{origin.candidate.message.format(value=origin.value)}; {evidence}; with this undone {count} of "
+        f"{int(bad.sum())} agree",
+        origin.candidate.remedy,
+        cause=origin.candidate.cause,
+        confidence="certain" if count == int(bad.sum()) else "likely",
         samples=samples,
     )
 
 
-def _rivals(
+def _tried(images: Tensor, limit: float, bad: Tensor, candidate: Candidate[Origin]) -> Tried[Origin]:
+    """The distances of the images from another origin, in units of the limit.
+
+    Args:
+        images: `[n, H, W, 3]`, or those of videos, as captured.
+        limit: in grey levels.
+        bad: `[n]` bool, the images that are not those of their latents.
+        candidate: makes images in the same order, or of which each captured one may be any.
+    """
+    number, value = candidate.number, None
+    if number is None:
+        (origin,) = candidate.inputs
+    else:
+        value = number.fitted(lambda made: (made().double() - images).flatten(1))
+        origin = number.inputs(value)
+    table = _distances(origin(), images) / limit
+    score = table.diag() if candidate.whole else table.amin(0)
+    explained = (score <= 1) & bad
+    explains = bool((explained == bad).all()) or (not candidate.whole and bool(explained.any()))
+    left = float(score[bad].mean())
+    return Tried(candidate=candidate, score=score, left=left, explains=explains, value=value)
+
+
+def _origins(
     captured: Captured, final: Tensor, decoded: Tensor, images: Tensor
-) -> Iterator[tuple[str, str, str, Tensor]]:
-    """Other origins of the images: cause, message, remedy, and the distance `[n]` of each image from that."""
-    family, table = captured.stack.family, _distances(decoded, images)
-    table.fill_diagonal_(torch.inf)
-    yield (
-        "swapped_images",
-        "the images are those of other samples",
-        "keep images, latents and rewards of a batch in one order",
-        table.amin(0),
+) -> Iterator[Candidate[Origin]]:
+    """Where the images may come from, if they are not the decoded ones."""
+    family = captured.stack.family
+    origin: Callable[..., Candidate[Origin]] = partial(Candidate, check="images")
+    yield origin(
+        cause="swapped_images",
+        message="the images are those of other samples",
+        remedy="keep images, latents and rewards of a batch in one order",
+        inputs=(lambda: decoded,),
+        whole=False,
     )
     for number, samples in sorted(captured.earlier.items(), reverse=True):
         past = samples.tensors().get("final_latents")
         known = [_pixels(samples)]
         if past is not None and past[0].numel() == final[0].numel():
-            latents = past.reshape(-1, *final.shape[1:]).float().to(final.device)
-            known.append(decode(family, latents)[0].cpu().float())
+            known.append(_decode(family, past.reshape(-1, *final.shape[1:]).float().to(final.device)))
         same = [values for values in known if values.shape[1:] == images.shape[1:]]
         if same:
-            yield (
-                "images_of_step_before",
-                f"the images are those of training step {number}",
-                "clear what holds the images before the next step samples",
-                torch.stack([_distances(values, images).amin(0) for values in same]).amin(0),
+            yield origin(
+                cause="images_of_step_before",
+                message=f"the images are those of training step {number}",
+                remedy="clear what holds the images before the next step samples",
+                inputs=(partial(torch.cat, same),),
+                whole=False,
             )
-    for message, changes in _scalings(family):
-        with _configured(family, changes):
-            other = decode(family, final)[0].cpu().float()
-        yield (
-            "decoder_unscaled",
-            f"the latents were decoded {message}",
-            _UNSCALE,
-            _distances(other, images).diag(),
+    for words, changes in _scalings(family):
+        yield origin(
+            cause="decoder_unscaled",
+            message=f"the latents were decoded {words}",
+            remedy=_UNSCALE,
+            inputs=(partial(_decode, family, final, **changes),),
         )
     last = captured.stack.tensor("latents")
     if last is not None and captured.stack.steps[-1] == len(captured.stack.captured.timesteps) - 1:
-        yield (
-            "decoded_early",
-            "the latents before the last step were decoded",
-            "decode the latents after the last step",
-            _distances(decode(family, last[:, -1])[0].cpu().float(), images).diag(),
+        yield origin(
+            cause="decoded_early",
+            message="the latents before the last step were decoded",
+            remedy="decode the latents after the last step",
+            inputs=(partial(_decode, family, last[:, -1]),),
         )
     offset = float((images - decoded).median())
-    yield (
-        "images_changed",
-        f"the images are brighter by {offset:.3g} grey levels than the decoder's",
-        _UNCHANGED,
-        _distances((decoded + offset).clamp(0, 255), images).diag(),
+    yield origin(
+        cause="images_changed",
+        message=f"the images are brighter by {offset:.3g} grey levels than the decoder's",
+        remedy=_UNCHANGED,
+        inputs=(lambda: (decoded + offset).clamp(0, 255),),
+        fitted=True,
     )
     for quality in _QUALITIES if images.dim() == 4 else ():
-        yield (
-            "images_changed",
-            f"the images went through JPEG of quality {quality}",
-            _UNCHANGED,
-            _distances(_as_jpeg(decoded, quality), images).diag(),
+        yield origin(
+            cause="images_changed",
+            message=f"the images went through JPEG of quality {quality}",
+            remedy=_UNCHANGED,
+            inputs=(partial(_as_jpeg, decoded, quality),),
         )
-    for cause, message, other in (
-        ("channels_reversed", "red and blue of the images are exchanged", decoded.flip(-1)),
-        ("flipped_images", "the images are upside down", decoded.flip(-3)),
+    for cause, message, axis in (
+        ("channels_reversed", "red and blue of the images are exchanged", -1),
+        ("flipped_images", "the images are upside down", -3),
     ):
-        yield (
-            cause,
-            message,
-            "hand the reward images as the pipeline returns them",
-            _distances(other, images).diag(),
+        yield origin(
+            cause=cause,
+            message=message,
+            remedy="hand the reward images as the pipeline returns them",
+            inputs=(partial(decoded.flip, axis),),
         )
-    yield from _factors(family, final, images)
-
-
-def _factors(family: ModelFamily, final: Tensor, images: Tensor) -> Iterator[tuple[str, str, str, Tensor]]:
-    """The scaling factor with which the images fit best."""
     own = getattr(family.pipeline.vae.config, "scaling_factor", None)
-    if not own:
-        return
+    if own:
+        yield origin(
+            cause="decoder_unscaled",
+            message=f"the latents were decoded with the scaling factor {{value:.4g}}, where the VAE has {own:.4g}",
+            remedy=_UNSCALE,
+            number=Number(
+                inputs=lambda factor: partial(_decode, family, final, scaling_factor=factor),
+                starts=(own, own / 2, own * 2),
+                low=own / 16,
+                high=own * 16,
+            ),
+        )
 
-    def distances(factor: float) -> Tensor:
-        with _configured(family, {"scaling_factor": factor}):
-            return (decode(family, final)[0].cpu().double() - images).flatten(1)
 
-    factor = fitted(distances, (own, own / 2, own * 2), own / 16, own * 16)
-    yield (
-        "decoder_unscaled",
-        f"the latents were decoded with the scaling factor {factor:.4g}, where the VAE has {own:.4g}",
-        _UNSCALE,
-        distances(factor).abs().mean(1).float(),
-    )
+def _decode(family: ModelFamily, latents: Tensor, **changes: Any) -> Tensor:
+    """The images of `latents` by the VAE, with other numbers in its configuration."""
+    with _configured(family, changes):
+        return decode(family, latents)[0].cpu().float()
 
 
 def _frames(decoded: Tensor, images: Tensor, limit: float) -> list[int] | None:
