@@ -7,6 +7,7 @@ import fcntl
 import json
 import logging
 import math
+import os
 import shlex
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -90,6 +91,8 @@ def locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / _LOCK).open("w")
     with file:
+        # A forked worker of a user's reward may outlive a run that is killed, and would keep the folder locked.
+        os.register_at_fork(after_in_child=file.close)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -143,8 +143,10 @@ def test_claim_names_a_changed_secret_and_does_not_tell_it(tmp_path):
 
 
 def test_two_processes_do_not_train_in_one_folder(tmp_path):
-    code = "import sys, pathlib; from flowcorr.trainer import run_folder\n"
-    code += "with run_folder.locked(pathlib.Path(sys.argv[1])): print('mine', flush=True); sys.stdin.read()"
+    """Until the first is killed, even if a process that it has forked lives on."""
+    code = "import os, sys, pathlib; from flowcorr.trainer import run_folder\n"
+    code += "with run_folder.locked(pathlib.Path(sys.argv[1])):\n"
+    code += "    os.fork() or print('mine', flush=True); sys.stdin.read()"
     other = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -152,9 +154,10 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path):
     with pytest.raises(ConfigError, match=r"another process trains in .*; wait for it or end it, or choose"):
         trainer.train(small_config(), tmp_path)
     other.kill()  # as whatever ended it without a chance to tidy up
-    other.communicate()
+    other.wait()
     with run_folder.locked(tmp_path):
         pass
+    other.communicate()  # ends the forked process, which reads to the end of its input
 
 
 def test_a_folder_with_files_of_something_else_is_left_as_it_is(tmp_path):
