@@ -10,8 +10,9 @@ For a machine without a network and with few packages, where there is one:
     python tests/gpu/first_hour.py --wheels .wheels         # there: install them in a folder of their own, and go on
 
 Each part is a process of its own: one that fails, runs out of memory or hangs is a row of the table, and the others go
-on. `--out` holds `first_hour.json`, from which a repeated command knows what is done, `first_hour.md`, the table, and a
-log of each part. No weights and no data are needed: large models get random weights.
+on. `--out` holds `first_hour.jsonl`, from which a repeated command knows what is done, `first_hour.md`, its tables, and
+a log of each part. The first, copied, is the data of a page such as `tests/gpu/h200.md`; see `tests/gpu/pages.py`. No
+weights and no data are needed: large models get random weights.
 """
 
 import sys

@@ -1,6 +1,5 @@
 """The first hour on a GPU, in tiny sizes on a CPU: every part runs, and what goes wrong is a row of the table."""
 
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from tests.gpu.hour import bundle, engine
 from tests.gpu.hour.machine import known_gpu
 from tests.gpu.hour.parts import PARTS
 from tests.gpu.hour.record import Outcome, Record, Row
+from tests.gpu.pages import PAGES, rewritten
 
 SCRIPT = Path(__file__).with_name("first_hour.py")
 
@@ -49,10 +49,14 @@ def test_a_record_can_be_gone_on_from(tmp_path):
     )
     record.save()
     assert Record(tmp_path).outcomes == record.outcomes
-    table = (tmp_path / "first_hour.md").read_text().splitlines()
-    assert table[2] == "| **plan** | 0 s | | | FAILED | lost its way |"
-    assert table[3] == "| | peak / GB | 1.04 GB | 1 ± 5% | ok |  |"
-    assert table[4] == "| | x | 1 2e-05 |  |  |  |"
+    assert len((tmp_path / "first_hour.jsonl").read_text().splitlines()) == 3  # the part and its rows
+    page = (tmp_path / "first_hour.md").read_text().splitlines()
+    assert page[0] == "2 rows, 1 of them with a range, 0 outside it (`look`)."
+    assert page[4] == "| plan | 0 s | FAILED | lost its way |"
+    assert page[10:12] == [
+        "| plan | peak / GB | 1.04 GB | 1 ± 5% | ok |  |",
+        "| plan | x | 1 2e-05 |  |  |  |",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -81,9 +85,9 @@ def test_a_part_that_cannot_run_does_not_end_the_others(tmp_path):
     assert outcomes["step_sd35"].reason.startswith("needs 'sd35' of the part 'plan'")
     assert outcomes["correction"].status == "done"
     assert {row.verdict for row in outcomes["correction"].rows} == {"ok"}
-    written = json.loads((tmp_path / "first_hour.json").read_text())
+    written = (tmp_path / "first_hour.jsonl").read_text()
     assert first_hour("--parts", *parts, "--out", tmp_path).returncode == 0  # nothing is due
-    assert json.loads((tmp_path / "first_hour.json").read_text()) == written
+    assert (tmp_path / "first_hour.jsonl").read_text() == written
 
 
 def test_wheels_of_what_is_installed_are_left_alone(tmp_path):
@@ -91,6 +95,11 @@ def test_wheels_of_what_is_installed_are_left_alone(tmp_path):
     before = list(sys.path)
     bundle.install(tmp_path)
     assert sys.path == before
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_shows_its_record(page):
+    assert rewritten(page) == page.read_text(encoding="utf-8"), "write it anew: python -m tests.gpu.pages"
 
 
 @pytest.mark.slow

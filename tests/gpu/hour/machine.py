@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import platform
+import shutil
+import subprocess
 from importlib import metadata
+from pathlib import Path
 
 import torch
 from torch.nn import functional
 
+import flowcorr
 from flowcorr.devices import free_memory
 from flowcorr.instruments.plan.devices import EAGER, GPUS, PCIE_4, Gpu
 from tests.gpu.hour import meter
@@ -121,13 +125,24 @@ def _attention(device: torch.device, masked: bool, *, tokens: int) -> tuple[floa
 
 
 def _versions() -> list[str]:
-    found = [f"python {platform.python_version()}", f"torch {torch.__version__}"]
+    versions = [f"flowcorr {flowcorr.__version__}{_commit()}"]
+    versions += [f"python {platform.python_version()}", f"torch {torch.__version__}"]
     for package in ("diffusers", "transformers", "peft", "accelerate", "vllm-omni", "vllm", "ray"):
         try:
-            found.append(f"{package} {metadata.version(package)}")
+            versions.append(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:
-            found.append(f"no {package}")
-    return found
+            versions.append(f"no {package}")
+    return versions
+
+
+def _commit() -> str:
+    """The commit of this checkout in words; empty without git or its folder, as on a machine that got a copy."""
+    git = shutil.which("git")
+    if git is None:
+        return ""
+    command = [git, "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return f" at commit {commit}" if commit else ""
 
 
 def known_gpu(name: str, memory: float) -> Gpu | None:

@@ -1,10 +1,11 @@
-"""What was measured: rows by part, as JSON that can be gone on from, and as a Markdown table."""
+"""What was measured: rows by part, as lines of JSON that can be gone on from, and as Markdown tables."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,35 +71,67 @@ class Outcome:
 
 
 class Record:
-    """The outcomes of all parts in a folder's `first_hour.json`; `save` writes the table too."""
+    """The outcomes of all parts in a folder's `first_hour.jsonl`; `save` writes the tables too."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.outcomes: dict[str, Outcome] = {}
-        file = folder / "first_hour.json"
-        stored = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        for name, entry in stored.items():
-            self.outcomes[name] = Outcome(**{**entry, "rows": [Row(**row) for row in entry["rows"]]})
+        file = folder / "first_hour.jsonl"
+        self.outcomes = read_outcomes(file) if file.is_file() else {}
 
     def save(self) -> None:
-        stored = {name: asdict(outcome) for name, outcome in self.outcomes.items()}
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "first_hour.json").write_text(json.dumps(stored, indent=1), encoding="utf-8")
-        (self.folder / "first_hour.md").write_text(self.table(), encoding="utf-8")
-
-    def table(self) -> str:
-        lines = ["| part | measured | value | expected | | |", "|---|---|---|---|---|---|"]
+        lines: list[dict[str, Any]] = []
         for name, outcome in self.outcomes.items():
-            state = {"done": "", "failed": "FAILED", "skipped": "skipped"}[outcome.status]
-            lines.append(
-                f"| **{name}** | {outcome.seconds:.0f} s | | | {state} | {_one_line(outcome.reason)} |"
-            )
-            for row in outcome.rows:
-                value = f"{_number(row.value)} {row.unit}".strip()
-                lines.append(
-                    f"| | {_one_line(row.what)} | {value} | {_expected(row)} | {row.verdict} | {_one_line(row.note)} |"
-                )
-        return "\n".join(lines) + "\n"
+            part = asdict(outcome)
+            del part["rows"]
+            lines.append({"part": name, **part})
+            lines += [{"part": name, **_given(row)} for row in outcome.rows]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
+        (self.folder / "first_hour.jsonl").write_text(text, encoding="utf-8")
+        (self.folder / "first_hour.md").write_text(tables(self.outcomes), encoding="utf-8")
+
+
+def read_outcomes(file: Path) -> dict[str, Outcome]:
+    """The outcome of each part in a file that `Record.save` wrote: a line a part, then a line for each of its rows."""
+    outcomes: dict[str, Outcome] = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        name = entry.pop("part")
+        if "what" in entry:
+            outcomes[name].rows.append(Row(**entry))
+        else:
+            outcomes[name] = Outcome(**entry)
+    return outcomes
+
+
+def tables(outcomes: Mapping[str, Outcome]) -> str:
+    """Markdown: how many rows lie outside their range, how each part ended, and all rows, folded."""
+    rows = [(name, row) for name, outcome in outcomes.items() for row in outcome.rows]
+    verdicts = [row.verdict for _, row in rows if row.verdict]
+    lines = [
+        f"{len(rows)} rows, {len(verdicts)} of them with a range, {verdicts.count('look')} outside it (`look`).",
+        "",
+        "| part | time | | |",
+        "|---|---|---|---|",
+    ]
+    for name, outcome in outcomes.items():
+        state = {"done": "", "failed": "FAILED", "skipped": "skipped"}[outcome.status]
+        lines.append(f"| {name} | {outcome.seconds:.0f} s | {state} | {_one_line(outcome.reason)} |")
+    lines += ["", "<details><summary>all rows</summary>", ""]
+    lines += ["| part | measured | value | expected | | |", "|---|---|---|---|---|---|"]
+    for name, row in rows:
+        value = f"{_number(row.value)} {row.unit}".strip()
+        note = _one_line(row.note)
+        lines.append(
+            f"| {name} | {_one_line(row.what)} | {value} | {_expected(row)} | {row.verdict} | {note} |"
+        )
+    return "\n".join([*lines, "", "</details>", ""])
+
+
+def _given(row: Row) -> dict[str, Any]:
+    """The keys of a row that differ from their defaults."""
+    values = {item.name: (getattr(row, item.name), item.default) for item in fields(row)}
+    return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def _expected(row: Row) -> str:

@@ -20,6 +20,7 @@ from flowcorr.instruments.plan.devices import ADAPTED, COMPILED, DECODING, EAGER
 from flowcorr.instruments.plan.estimate import engine_peak, plan_of, roofline
 from flowcorr.instruments.plan.traces import engine_pass, trace
 from flowcorr.instruments.plan.training import one_optimizer_step, trace_training
+from tests.gpu.pages import measured
 
 GB, MIB = 1e9, 2.0**20
 TIME, MEMORY = 1.35, 1.15
@@ -204,7 +205,7 @@ SGLANG_BATCHES = "sglang, comment in pull request 22183, 2026-04-10"
 BATCHING = "verl-omni, docs/start/rollout_batching.md, 2026-07-29"
 PERFORMANCE = "verl-omni, docs/algo/performance.md, 2026-06-17"
 MFU = "verl-omni, issue 124, 2026-06"
-OWN = "tests/gpu/h200.md, 2026-11-26"
+OWN = "tests/gpu/h200.jsonl, 2026-11-26"
 JUDGE = "a vision-language judge that scores on the same GPUs"
 SMALL = "the engine's work around each request of a small model"
 
@@ -286,34 +287,35 @@ ROWS = (
     Row(setting="the same, the step, judge beside it", gpu=H800, published=326,
         source="verl-omni, pull request 489, 2026-09-06", planned=total(in_batches, trained), outside=JUDGE),
     *(
-        Row(setting=f"{model} LoRA, recompute of {images} images, {pixels} px", gpu=H200, published=seconds, source=OWN,
-            planned=recomputing(recipe))
-        for model, recipe, images, pixels, seconds in (
-            ("FLUX.1-dev", FLUX, 3, 512, 0.368), ("FLUX.2 klein base 4B", KLEIN, 4, 384, 0.151),
-            ("Z-Image", Z_IMAGE, 4, 512, 0.284), ("SD3.5 Medium", SD35, 8, 384, 0.152),
+        Row(setting=f"{model} LoRA, recompute of {images} images, {pixels} px", gpu=H200,
+            published=measured("h200", part, "recompute"), source=OWN, planned=recomputing(recipe))
+        for model, part, recipe, images, pixels in (
+            ("FLUX.1-dev", "step_flux", FLUX, 3, 512), ("FLUX.2 klein base 4B", "step_flux2_klein", KLEIN, 4, 384),
+            ("Z-Image", "step_z_image", Z_IMAGE, 4, 512), ("SD3.5 Medium", "step_sd35", SD35, 8, 384),
         )
     ),
     *(
         row
-        for model, recipe, images, pixels, seconds, size, outside in (
-            ("FLUX.2 klein base 4B", KLEIN, 8, 384, 0.962, 3.51, ""),
-            ("Z-Image", Z_IMAGE, 8, 512, 1.95, 5.60, "the plan counts a sixth too much"),
-            ("SD3.5 Medium", SD35, 16, 384, 1.08, 3.23, ""),
+        for model, part, recipe, images, pixels, outside in (
+            ("FLUX.2 klein base 4B", "step_flux2_klein", KLEIN, 8, 384, ""),
+            ("Z-Image", "step_z_image", Z_IMAGE, 8, 512, "the plan counts a sixth too much"),
+            ("SD3.5 Medium", "step_sd35", SD35, 16, 384, ""),
         )
         for row in (
-            Row(setting=f"{model} LoRA, update by {images} images, {pixels} px", gpu=H200, published=seconds,
-                source=OWN, planned=updating(recipe)),
-            Row(setting="the same, its peak beside the weights", gpu=H200, published=size * GB, unit="GB", source=OWN,
+            Row(setting=f"{model} LoRA, update by {images} images, {pixels} px", gpu=H200,
+                published=measured("h200", part, "update of two micro-batches"), source=OWN, planned=updating(recipe)),
+            Row(setting="the same, its peak beside the weights", gpu=H200,
+                published=measured("h200", part, "update, peak") * GB, unit="GB", source=OWN,
                 planned=update_peak(recipe), outside=outside),
         )
     ),
     *(
         Row(setting=f"{model}, {pixels} px, the decoder's peak for an image", gpu=H200,
-            published=size / images * GB, unit="GB", source=OWN,
+            published=measured("h200", part, "decode, peak") / images * GB, unit="GB", source=OWN,
             planned=lambda gpu, recipe=recipe: decoder((recipe,), 1).work.peak)
-        for model, recipe, images, pixels, size in (
-            ("FLUX.1-dev", FLUX, 3, 512, 1.61), ("FLUX.2 klein base 4B", KLEIN, 4, 384, 1.21),
-            ("SD3.5 Medium", SD35, 8, 384, 2.42),
+        for model, part, recipe, images, pixels in (
+            ("FLUX.1-dev", "step_flux", FLUX, 3, 512), ("FLUX.2 klein base 4B", "step_flux2_klein", KLEIN, 4, 384),
+            ("SD3.5 Medium", "step_sd35", SD35, 8, 384),
         )
     ),
 )  # fmt: skip
