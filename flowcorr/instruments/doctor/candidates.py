@@ -42,8 +42,26 @@ class Number(Generic[Other]):
     high: float
 
     def fitted(self, residuals: Callable[[Other], Tensor]) -> float:
-        """The number with the smallest sum of squared residuals near the best start."""
-        return fitted(lambda value: residuals(self.inputs(value)), self.starts, self.low, self.high)
+        """The number in the range with the smallest sum of squared residuals near the best start.
+
+        Where the way down from the best start ends early, as in a valley of its own, the next ones are tried.
+
+        Args:
+            residuals: of the inputs, float64 of any shape.
+        """
+
+        def of(value: float) -> Tensor:
+            return residuals(self.inputs(value)).flatten()
+
+        tried = {start: of(start) for start in self.starts}
+        best, least = self.starts[0], math.inf
+        for start in sorted(self.starts, key=lambda value: _size(tried[value]))[:_DESCENTS]:
+            value, size = _descended(of, start, tried[start], self.low, self.high)
+            if size < least:
+                best, least = value, size
+            if least < _DEEP * _size(tried[start]):
+                break
+        return best
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,36 +155,15 @@ def clearly_best(tried: Sequence[Tried[Other]]) -> Tried[Other] | None:
     return first if all(_CLEARLY * first.left <= one.left for one in others) else None
 
 
-def fitted(residuals: Callable[[float], Tensor], starts: Sequence[float], low: float, high: float) -> float:
-    """The number in `[low, high]` with the smallest sum of squared residuals near the best of `starts`.
-
-    Where the way down from the best start ends early, as in a valley of its own, the next ones are tried.
-
-    Args:
-        residuals: of a number, float64 of any shape.
-        starts: numbers in the range, the first tries.
-        low, high: the range.
-    """
-    tried = {start: residuals(start).flatten() for start in starts}
-    best, least = starts[0], math.inf
-    for start in sorted(starts, key=lambda value: _size(tried[value]))[:_DESCENTS]:
-        value, size = _descended(residuals, start, tried[start], low, high)
-        if size < least:
-            best, least = value, size
-        if least < _DEEP * _size(tried[start]):
-            break
-    return best
-
-
 def _descended(
     residuals: Callable[[float], Tensor], start: float, of_start: Tensor, low: float, high: float
 ) -> tuple[float, float]:
-    """The best number that secant steps find from a start, and the mean square that it leaves."""
+    """The best number that secant steps find from a start, and the mean square of the flat residuals that it leaves."""
     best, least = start, _size(of_start)
     now, of_now = start, of_start
     step = _STEP * max(abs(now), _STEP)
     before = now + step if now + step <= high else now - step
-    of_before = residuals(before).flatten()
+    of_before = residuals(before)
     for _ in range(_TRIES):
         slope = (of_now - of_before) / (now - before)
         curvature = float(slope @ slope)
@@ -175,10 +172,10 @@ def _descended(
         following = min(max(now - float(slope @ of_now) / curvature, low), high)
         if abs(following - now) <= _SETTLED * abs(now):
             break
-        of_following = residuals(following).flatten()
+        of_following = residuals(following)
         if _size(of_following) > _size(of_now):  # too far: halfway back
             following = (now + following) / 2
-            of_following = residuals(following).flatten()
+            of_following = residuals(following)
         before, of_before, now, of_now = now, of_now, following, of_following
         if _size(of_now) < least:
             best, least = now, _size(of_now)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowcorr.health.finding import Finding
-from flowcorr.instruments.doctor.candidates import fitted
+from flowcorr.instruments.doctor.candidates import Candidate, Number, Tried, best, search
 from flowcorr.instruments.doctor.captured import Captured
 from flowcorr.instruments.doctor.findings import failed, passed, skipped
 from flowcorr.instruments.doctor.shifts import (
@@ -21,11 +22,10 @@ from flowcorr.instruments.doctor.shifts import (
     with_shift,
 )
 from flowcorr.instruments.doctor.stack import Stack
-from flowcorr.models import ModelFamily
 from flowcorr.questions.question import SIGMAS
 
-_FITTED = 1e-3  # relative spread of a factor of the shift over the steps
-_STARTS = (0.5, 1.0, 2.0, 3.0, 6.0, 12.0)  # of the search for a shift
+_STARTS = (0.5, 1.0, 2.0, 3.0, 6.0, 12.0)  # of the search for a shift, or for a factor of one
+_FACTORS = (0.01, 100.0)
 _SPACINGS = {
     "use_karras_sigmas": "Karras sigmas",
     "use_exponential_sigmas": "exponential sigmas",
@@ -46,96 +46,111 @@ def _compared(stack: Stack) -> Finding:
     own = torch.tensor(stack.own.sigmas, dtype=torch.float64)
     sigmas = captured.double()
     gap = float((sigmas - own).abs().max())
-    if gap > SIGMAS.limit and _matches(stack, sigmas, "equal steps"):
+    equal_steps = _table(stack, "equal steps")
+    if gap <= SIGMAS.limit:
+        return passed(f"the model's own; sigmas differ by {gap:.1g}", sigma_gap=gap)
+    if equal_steps is not None and float((sigmas - equal_steps).abs().max()) <= SIGMAS.limit:
         return passed(
             "equal steps from 1 to 1 / N, with the model's own shift; its pipeline ends them lower; sigmas differ from "
             f"the pipeline's by {gap:.2g}",
             sigma_gap=gap,
         )
-    if gap <= SIGMAS.limit:
-        return passed(f"the model's own; sigmas differ by {gap:.1g}", sigma_gap=gap)
-    cause, message, numbers = _named(stack, sigmas, own)
+    named = best(search(_schedules(stack, sigmas, own), partial(_tried, sigmas)))
+    cause, message = "other_schedule", "the schedule is another than the model's own"
+    numbers: dict[str, Any] = {}
+    if named is not None:
+        cause, message = named.candidate.cause, named.candidate.message.format(value=named.value)
+        numbers = {**named.candidate.numbers, **({} if named.value is None else {"fitted": named.value})}
     return failed(
         f"{message}; sigmas differ by {gap:.2g} at most: captured {_row(sigmas)}, the model's own {_row(own)}",
         f"{SIGMAS.remedy}; keep this schedule only if it is meant",
         cause=cause,
-        confidence="certain" if cause != "other_schedule" or "sigmas" in message else "likely",
+        confidence="likely" if named is None else "certain",
         sigma_gap=gap,
         **numbers,
     )
 
 
-def _named(stack: Stack, sigmas: Tensor, own: Tensor) -> tuple[str, str, dict[str, Any]]:
-    """The cause, a sentence, and the numbers by which it was recognised."""
+def _tried(sigmas: Tensor, candidate: Candidate[Tensor]) -> Tried[Tensor]:
+    """The differences of the captured sigmas `[N + 1]` from those of a candidate."""
+    number, value, tables = candidate.number, None, candidate.inputs
+    if number is not None:
+        value = number.fitted(lambda table: table - sigmas)
+        tables = (number.inputs(value),)
+    score = torch.stack([(table - sigmas).abs() for table in tables])
+    left, place = score.amax(1).min(0)
+    return Tried(
+        candidate=candidate,
+        score=score[place],
+        left=float(left),
+        explains=float(left) <= SIGMAS.limit,
+        value=value,
+    )
+
+
+def _schedules(stack: Stack, sigmas: Tensor, own: Tensor) -> Iterator[Candidate[Tensor]]:
+    """Schedules that may have been used in place of the model's own; each table is `[N + 1]`, float64."""
+    schedule_of: Callable[..., Candidate[Tensor]] = partial(Candidate, check="schedule", about="schedule")
     for dtype in (torch.float16, torch.bfloat16):
-        if float((sigmas - own.to(dtype).double()).abs().max()) <= SIGMAS.limit:
-            name = str(dtype).removeprefix("torch.")
-            return "rounded_sigmas", f"sigmas were rounded to {name}", {"dtype": name}
-    for changes, cause, message in _schedulers(stack.family):
-        with scheduler_with(stack.family, changes):
-            if any(_matches(stack, sigmas, spacing) for spacing in _TABLES):
-                return cause, message, changes
-    shift = _shift_of(stack, sigmas)
-    if shift is not None:
-        of_model = own_shift(stack.family, stack.latent_shape)
-        message = f"the schedule has shift {shift:.4g}, and the model's own is {of_model:.4g}"
-        return "wrong_shift", message, {"shift": shift, "own_shift": of_model}
-    for spacing in _TABLES:
-        table = schedule(stack.family, stack.places, stack.latent_shape, spacing)
-        factor = None if table is None else _factor_of(sigmas, _tensor(table.sigmas))
-        if factor is not None:
-            message = f"the schedule is shifted by {factor:.4g} times the model's own shift"
-            return "wrong_shift", message, {"shift_factor": factor}
-    return "other_schedule", "the schedule is another than the model's own", {}
-
-
-def _schedulers(family: ModelFamily) -> Iterator[tuple[dict[str, Any], str, str]]:
-    config = family.pipeline.scheduler.config
-    for name, words in _SPACINGS.items():
-        if name in config:
-            off = dict.fromkeys(_SPACINGS, False)
-            chosen = not config[name]
-            yield (
-                {**off, name: chosen},
-                "other_schedule",
-                f"{'' if chosen else 'no '}{words}, unlike the model's own",
-            )
-
-
-def _matches(stack: Stack, sigmas: Tensor, spacing: Spacing) -> bool:
-    table = schedule(stack.family, stack.places, stack.latent_shape, spacing)
-    return table is not None and float((_tensor(table.sigmas) - sigmas).abs().max()) <= SIGMAS.limit
-
-
-def _shift_of(stack: Stack, sigmas: Tensor) -> float | None:
-    """The shift that makes the model's own scheduler return `sigmas`; None if no shift does."""
+        name = str(dtype).removeprefix("torch.")
+        yield schedule_of(
+            cause="rounded_sigmas",
+            message=f"sigmas were rounded to {name}",
+            numbers={"dtype": name},
+            inputs=(own.to(dtype).double(),),
+        )
     config = stack.family.pipeline.scheduler.config
-    if "shift" not in config:
-        return None
-    for spacing in _TABLES:
+    for name in (name for name in _SPACINGS if name in config):
+        changes = {**dict.fromkeys(_SPACINGS, False), name: not config[name]}
+        with scheduler_with(stack.family, changes):
+            tables = tuple(_tables(stack))
+        if tables:
+            yield schedule_of(
+                cause="other_schedule",
+                message=f"{'no ' if config[name] else ''}{_SPACINGS[name]}, unlike the model's own",
+                numbers=changes,
+                inputs=tables,
+            )
+    own_one = own_shift(stack.family, stack.latent_shape)
+    for spacing in _TABLES if "shift" in config else ():
+        yield schedule_of(
+            cause="wrong_shift",
+            message=f"the schedule has shift {{value:.4g}}, and the model's own is {own_one:.4g}",
+            numbers={"own_shift": own_one},
+            number=Number(
+                inputs=partial(_shifted, stack, spacing), starts=_STARTS, low=SHIFTS[0], high=SHIFTS[1]
+            ),
+        )
+    for table in _tables(stack):
+        yield schedule_of(
+            cause="wrong_shift",
+            message="the schedule is shifted by {value:.4g} times the model's own shift",
+            number=Number(
+                inputs=partial(_shifted_more, table), starts=_STARTS, low=_FACTORS[0], high=_FACTORS[1]
+            ),
+        )
 
-        def gap(shift: float, spacing: Spacing = spacing) -> Tensor:
-            table = with_shift(stack.family, stack.places, stack.latent_shape, shift, spacing)
-            return torch.ones_like(sigmas) if table is None else _tensor(table.sigmas) - sigmas
 
-        shift = fitted(gap, _STARTS, *SHIFTS)
-        if float(gap(shift).abs().max()) <= SIGMAS.limit:
-            return shift
-    return None
+def _table(stack: Stack, spacing: Spacing) -> Tensor | None:
+    """The sigmas `[N + 1]` of the family's scheduler in a spacing; None where it makes none."""
+    table = schedule(stack.family, stack.places, stack.latent_shape, spacing)
+    return None if table is None else torch.tensor(table.sigmas, dtype=torch.float64)
 
 
-def _factor_of(sigmas: Tensor, table: Tensor) -> float | None:
-    """The shift from `table` to `sigmas`, a factor; None if no single shift leads from one to the other."""
-    inner = (table > 0) & (table < 1) & (sigmas > 0) & (sigmas < 1)
-    if int(inner.sum()) < 2:
-        return None
-    factors = (sigmas * (1 - table) / (table * (1 - sigmas)))[inner]
-    factor = float(factors.mean())
-    return factor if float((factors - factor).abs().max()) <= _FITTED * factor else None
+def _tables(stack: Stack) -> Iterator[Tensor]:
+    return (table for table in (_table(stack, spacing) for spacing in _TABLES) if table is not None)
 
 
-def _tensor(values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+def _shifted(stack: Stack, spacing: Spacing, shift: float) -> Tensor:
+    table = with_shift(stack.family, stack.places, stack.latent_shape, shift, spacing)
+    sigmas = (
+        torch.ones(len(stack.places)) if table is None else torch.tensor(table.sigmas, dtype=torch.float64)
+    )
+    return sigmas.double()  # ones are far from any schedule
+
+
+def _shifted_more(table: Tensor, factor: float) -> Tensor:
+    return factor * table / (1 + (factor - 1) * table)
 
 
 def _row(values: Tensor) -> str:

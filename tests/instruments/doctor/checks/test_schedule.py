@@ -33,8 +33,7 @@ def test_a_shift_is_measured(shift, captured_of, captured):
     own = captured["sigmas"].double()
     found = check_captured_schedule(captured_of(sigmas=shift * own / (1 + (shift - 1) * own)))
     assert (found.cause, found.level) == ("wrong_shift", "serious")
-    found_shift = found.numbers.get("shift", found.numbers.get("shift_factor"))
-    assert found_shift == pytest.approx(shift, rel=1e-3)
+    assert found.numbers["fitted"] == pytest.approx(shift, rel=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
