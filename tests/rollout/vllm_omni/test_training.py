@@ -48,6 +48,26 @@ def test_training_steps(start):
     assert stack.mismatch(stack.sample()).mean() <= 1e-6
 
 
+def test_the_extremes_of_many_images_with_one_step_after_the_window_are_learned_from(start, monkeypatch):
+    """Two of four images a prompt; the log-probs and the replay are exact beside the engine's longer step."""
+    rollout, sampling = {"n_learned": 2, "replay_every": 1}, {"post_window_stride": 2}
+    run = training_run(stack := start("tiny_ocr", rollout=rollout, sampling=sampling))
+    update, batches = stack.actor.update, []
+
+    def recorded(batch, *arguments, **settings):
+        batches.append(batch)
+        return update(batch, *arguments, **settings)
+
+    monkeypatch.setattr(stack.actor, "update", recorded)
+    metrics = train_step(run, 1, lambda phase: None).metrics.compute()
+    (batch,) = batches
+    assert batch.rollout.group_ids.tolist() == [0, 0, 1, 1]
+    assert metrics["rollout_corr/logprob_abs_diff_mean"] <= 1e-6
+    assert metrics["actor/grad_norm"] > 0
+    units = units_of(run.config, metrics)
+    assert [finding.cause for finding in examine_step(metrics, units) if finding.level == "serious"] == []
+
+
 def broken_replay_rules(run):
     values = train_step(run, 1, lambda phase: None).metrics.compute()
     replayed = {name.rpartition("/")[2] for name in values if name.startswith("rollout_corr/replay/")}
