@@ -53,25 +53,27 @@ def test_a_prompt_is_its_text_and_its_images(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "cause"),
+    ("line", "named"),
     [
         ({"image": "gone.png"}, "gone.png does not exist"),
-        ({"image": "prompts.jsonl"}, "is no image"),
-        ({"image": "pictures/large.png"}, "has 10000 x 10000 pixels"),  # Pillow warns, which is an error here
-        ({"images": ["pictures/0.png", "pictures"]}, "is a folder"),
-        ({"image": "https://example.org/cat.png"}, "download it"),
-        ({"image": ""}, "name reference images as"),
-        ({"images": []}, "name reference images as"),
-        ({"images": "pictures/0.png"}, "name reference images as"),
-        ({"image": ["pictures/0.png"]}, "name reference images as"),
-        ({"image": "pictures/0.png", "images": ["pictures/1.png"]}, "name reference images as"),
+        ({"image": "prompts.jsonl"}, "prompts.jsonl is no image"),
+        (
+            {"image": "pictures/large.png"},
+            "large.png .*10000 x 10000 ",
+        ),  # Pillow warns, which is an error here
+        ({"images": ["pictures/0.png", "pictures"]}, "pictures is a folder"),
+        ({"image": "https://example.org/cat.png"}, "https://example.org/cat.png; download"),
+        ({"image": ""}, '{"image": ""}; '),
+        ({"images": []}, r'{"images": \[\]}; '),
+        ({"images": "pictures/0.png"}, '{"images": "pictures/0.png"}; '),
+        ({"image": ["pictures/0.png"]}, r'{"image": \["pictures/0.png"\]}; '),
+        ({"image": "pictures/0.png", "images": ["pictures/1.png"]}, '{"image": "pictures/0.png", "images": '),
     ],
 )
-def test_a_bad_reference_is_named_by_file_and_line(tmp_path, line, cause):
+def test_a_bad_reference_is_named_by_file_and_line(tmp_path, line, named):
     path = with_images(tmp_path, {"prompt": "a", "image": "pictures/0.png"}, {"prompt": "b", **line})
-    with pytest.raises(ConfigError, match=cause) as caught:
+    with pytest.raises(ConfigError, match=f"^{path}:2.*{named}"):
         read_prompts(path)
-    assert str(caught.value).startswith(f"{path}:2")
 
 
 BASE64 = "iVBORw0KGgoAAAANSUhEUgAA" * 700
@@ -103,8 +105,8 @@ def test_prompts_have_equally_many_references(tmp_path):
     one = {"prompt": "a", "image": "pictures/0.png"}
     two = {"prompt": "b", "images": ["pictures/0.png", "pictures/1.png"]}
     path = with_images(tmp_path, one, two)
-    with pytest.raises(ConfigError, match=f"{path}:2 has 2 reference images, and {path}:1 has 1"):
+    with pytest.raises(ConfigError, match=f"^{path}:2 .* 2 .*{path}:1 .* 1;"):
         load(path)
     train, heldout = with_images(tmp_path, one), write(tmp_path, "a\n", "heldout.txt")
-    with pytest.raises(ConfigError, match=f"{heldout}:1 has 0 reference images"):
+    with pytest.raises(ConfigError, match=f"^{heldout}:1 .* 0 .*{train}:1 .* 1;"):
         load(train, heldout_path=str(heldout))

@@ -14,9 +14,7 @@ def test_auto_takes_a_gpu_where_there_is_one():
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:99"])
 def test_a_device_that_is_not_there_is_named_with_its_key(name):
-    with pytest.raises(
-        ConfigError, match=rf"^trainer\.device='{name}' cannot be used here \(.*; use auto, cpu"
-    ):
+    with pytest.raises(ConfigError, match=rf"^trainer\.device='{name}' .* auto, cpu "):
         named_device("trainer.device", name)
 
 

@@ -141,42 +141,39 @@ def test_what_is_missing_is_told_with_what_it_gives():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "named"),
     [
-        ({"rollout_log_probs": ROWS}, r"rollout_log_probs has shape \[2\]; it must be \[B, T\]"),
-        ({"advantages": WINDOW}, r"advantages has shape \[2, 2\].*must be \[2\], one value a sample"),
-        ({"sigmas": torch.ones(3)}, r"sigmas has shape \[3\].*must be \[2, 2\]"),
-        ({"old_log_probs": torch.ones(2, 3)}, r"old_log_probs has shape \[2, 3\]"),
+        ({"rollout_log_probs": ROWS}, r"rollout_log_probs .*\[2\]; .*\[B, T\],"),
+        ({"advantages": WINDOW}, r"advantages .*\[2, 2\]; .* \[2\],"),
+        ({"sigmas": torch.ones(3)}, r"sigmas .*\[3\]; .* \[2, 2\]$"),
+        ({"old_log_probs": torch.ones(2, 3)}, r"old_log_probs .*\[2, 3\]; .* \[2, 2\]$"),
         *(
-            ({name: ROWS}, rf"{name} has shape \[2\].*must be \[2, 2\]")
+            ({name: ROWS}, rf"{name} .*\[2\]; .* \[2, 2\]$")
             for name in ("old_log_probs", "current_log_probs", "before_update", "old_rollout_kl")
         ),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(tmp_path, given, message):
-    with pytest.raises(BatchError, match=message):
+def test_shapes_that_do_not_fit_are_refused(tmp_path, given, named):
+    with pytest.raises(BatchError, match=f"^{named}"):
         flowcorr.dump(tmp_path, 1, **({"rollout_log_probs": WINDOW, "advantages": ROWS} | given))
     assert not dumps.files(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "named"),
     [
-        ({"rollout_log_probs": [[1.0, 2.0], [3.0]]}, "rollout_log_probs is no array of numbers"),
-        ({"advantages": [1.0, None]}, "advantages is no array of numbers"),
-        ({"old_log_probs": [torch.ones(2), torch.ones(3)]}, "old_log_probs is no array of numbers"),
-        ({"clip_ratio": [[1e-3], 1e-3]}, "clip_ratio is no array of numbers"),
-        ({"group_ids": ["a sign", None]}, "group_ids cannot be told apart"),
-        ({"loss_mode": 3}, "loss_mode=3 is unknown; choose from flow_grpo"),
-        (
-            {"loss_mode": "grpo_gard"},
-            "loss_mode='grpo_gard' is unknown .did you mean grpo_guard.*package.module:name",
-        ),
-        ({"loss_mode": "a:b:c"}, "loss_mode='a:b:c' is unknown"),
+        ({"rollout_log_probs": [[1.0, 2.0], [3.0]]}, "rollout_log_probs is no array"),
+        ({"advantages": [1.0, None]}, "advantages is no array"),
+        ({"old_log_probs": [torch.ones(2), torch.ones(3)]}, "old_log_probs is no array"),
+        ({"clip_ratio": [[1e-3], 1e-3]}, "clip_ratio is no array"),
+        ({"group_ids": ["a sign", None]}, r"group_ids .*\[B\] names$"),
+        ({"loss_mode": 3}, "loss_mode=3 .* flow_grpo, "),
+        ({"loss_mode": "grpo_gard"}, r"loss_mode='grpo_gard' .*grpo_guard\?.*package.module:name"),
+        ({"loss_mode": "a:b:c"}, "loss_mode='a:b:c' .* flow_grpo, "),
     ],
 )
-def test_values_that_are_no_numbers_are_refused(tmp_path, given, message):
-    with pytest.raises(BatchError, match=message):
+def test_values_that_are_no_numbers_are_refused(tmp_path, given, named):
+    with pytest.raises(BatchError, match=f"^{named}"):
         flowcorr.dump(tmp_path, 1, **({"rollout_log_probs": WINDOW, "advantages": ROWS} | given))
 
 
@@ -212,29 +209,34 @@ def test_steps_can_be_joined():
 
 def test_what_cannot_be_written_says_what_to_do(tmp_path):
     (tmp_path / "log_probs").write_text("a file, where a folder should be")
-    with pytest.raises(
-        BackendError, match=r"step_000001.safetensors cannot be written.*dump_log_probs=false"
-    ):
+    with pytest.raises(BackendError, match=r"step_000001\.safetensors .*trainer\.dump_log_probs=false"):
         dumps.save(tmp_path / "log_probs", 1, terms(), LoggedLoss())
 
 
-def test_what_cannot_be_read_is_named(tmp_path):
+@pytest.mark.parametrize("read", [dumps.load, dumps.load_loss])
+def test_a_torn_file_is_named(tmp_path, read):
     path = tmp_path / "step_000001.safetensors"
     path.write_bytes(b"torn")
-    for read in (dumps.load, dumps.load_loss):
-        with pytest.raises(ConfigError, match=r"step_000001.safetensors is damaged"):
-            read(path)
-    whole = {name: value.clone() for name, value in terms().tensors().items()}
-    save_file(whole, path, {"format_version": "2", "num_elements": "12", "mode": "bypass"})
-    with pytest.raises(ConfigError, match="format_version=.2., and this flowcorr reads .1."):
-        dumps.load(path)
-    good = {"format_version": "1", "step": "1", "mode": "decoupled", "loss_mode": "flow_grpo"}
-    save_file(whole | {"sigmas": torch.ones(2, 3)}, path, good)
-    with pytest.raises(ConfigError, match=r"damaged: sigmas has shape \[2, 3\]"):
-        dumps.load(path)
-    del whole["advantages"]
-    save_file(whole, path, good)
-    with pytest.raises(ConfigError, match="advantages"):
+    with pytest.raises(ConfigError, match=f"^{path} is damaged: .*header"):
+        read(path)
+
+
+HEADER = {"format_version": "1", "step": "1", "mode": "decoupled", "loss_mode": "flow_grpo"}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "header", "named"),
+    [
+        ({}, {"format_version": "2", "num_elements": "12", "mode": "bypass"}, "format_version='2', .*'1';"),
+        ({"sigmas": torch.ones(2, 3)}, HEADER, r"damaged: sigmas .*\[2, 3\]; .*\[2, 2\]"),
+        ({"advantages": None}, HEADER, "damaged: advantages .*missing"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, tensors, header, named):
+    path = tmp_path / "step_000001.safetensors"
+    whole = terms().tensors() | tensors
+    save_file({name: value.clone() for name, value in whole.items() if value is not None}, path, header)
+    with pytest.raises(ConfigError, match=f"^{path} .*{named}"):
         dumps.load(path)
 
 
@@ -243,20 +245,20 @@ def test_terms_scored_before_the_first_update_are_marked(tmp_path):
     given = {"rollout_log_probs": WINDOW, "current_log_probs": WINDOW, "advantages": [1.0, -1.0]}
     path = flowcorr.dump(tmp_path, 0, **given, before_update=marks)
     assert dumps.load(path).before_update.tolist() == [[1, 0], [1, 1]]
-    with pytest.raises(BatchError, match="before_update holds 2; it must lie from 0 to 1"):
+    with pytest.raises(BatchError, match="^before_update .* 2; .* 0 to 1$"):
         flowcorr.dump(tmp_path, 0, **given, before_update=[[2, 0], [1, 1]])
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
-        ({"old_log_prob": torch.zeros(2, 1)}, "old_log_prob.*did you mean old_log_probs"),
+        ({"old_log_prob": torch.zeros(2, 1)}, r"'old_log_prob' .*old_log_probs\?"),
         ({"advantages": None}, "missing: advantages"),
     ],
 )
-def test_fields_that_are_unknown_or_missing_are_named(changes, message, tmp_path):
+def test_fields_that_are_unknown_or_missing_are_named(changes, named, tmp_path):
     given = {"rollout_log_probs": torch.zeros(2, 1), "advantages": torch.zeros(2)} | changes
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(TypeError, match=named):
         dumps.dump(tmp_path, 1, **given)
 
 
@@ -266,7 +268,7 @@ def test_a_step_that_is_dumped_twice_is_told_and_loses_its_captured_samples(tmp_
     )
     flowcorr.dump(tmp_path, 3, rollout_log_probs=WINDOW, advantages=ROWS, replay=samples)
     assert list(replay_files(tmp_path)) == [3]
-    with pytest.warns(UserWarning, match=r"step_000003.safetensors was there and is replaced"):
+    with pytest.warns(UserWarning, match=r"step_000003\.safetensors .* replaced"):
         flowcorr.dump(tmp_path, 3, rollout_log_probs=WINDOW, advantages=ROWS)
     assert list(replay_files(tmp_path)) == []
     flowcorr.dump(tmp_path, 4, rollout_log_probs=WINDOW, advantages=ROWS)

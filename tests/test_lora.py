@@ -1,6 +1,5 @@
 import copy
 import json
-import re
 import weakref
 
 import pytest
@@ -96,18 +95,14 @@ def test_targets_and_dtype_come_from_the_configuration(family):
 
 @pytest.mark.parametrize("target", ["to_query", "attn", "tn.to_q", "norm1"])
 def test_a_target_that_is_no_linear_layer_is_an_error(family, target):
-    message = rf"model\.lora\.targets: '{target}' names no linear layer.*attn\.to_q"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=rf"^model\.lora\.targets: '{target}' .* attn\.to_q, "):
         adapt(family, targets=("attn.to_k", target))
 
 
 def test_a_target_that_names_another_layer_too_is_an_error(family):
     """peft would adapt the convolution as well, whose weight cannot be merged as a product of two matrices."""
-    message = (
-        r"'proj' also names pos_embed\.proj, a Conv2d, and only linear layers are adapted; "
-        r"choose from ff\.net\.0\.proj, ff_context\.net\.0\.proj$"
-    )
-    with pytest.raises(ConfigError, match=message):
+    named = r"'proj' .*pos_embed\.proj, .*Conv2d.* ff\.net\.0\.proj, ff_context\.net\.0\.proj$"
+    with pytest.raises(ConfigError, match=rf"^model\.lora\.targets: {named}"):
         adapt(family, targets=("attn.to_k", "proj"))
     adapt(family, targets=("attn.to_k", "ff.net.0.proj"))
 
@@ -238,16 +233,17 @@ def test_warm_start_from_a_peft_adapter(family, tmp_path):
     torch.testing.assert_close(velocity(other, started), expected, **MEANS)
 
 
-def test_a_warm_start_of_another_rank_is_an_error(family, tmp_path):
-    folder = adapter_folder(tmp_path, adapt(family), family)
-    with pytest.raises(ConfigError, match=r"does not fit model\.lora\.rank=8; set it to 4"):
-        adapt(tiny_ocr(), rank=8, warm_start=str(folder))
-
-
-def test_a_warm_start_of_other_targets_is_an_error(family, tmp_path):
-    folder = adapter_folder(tmp_path, adapt(family, targets=("attn.to_q",)), family)
-    with pytest.raises(ConfigError, match=r"does not fit model\.lora\.targets: .* names end in attn\.to_q$"):
-        adapt(tiny_ocr(), warm_start=str(folder))
+@pytest.mark.parametrize(
+    ("trained", "asked", "named"),
+    [
+        ({}, {"rank": 8}, r"model\.lora\.rank=8; .* 4$"),
+        ({"targets": ("attn.to_q",)}, {}, r"model\.lora\.targets: .* attn\.to_q$"),
+    ],
+)
+def test_a_warm_start_of_another_shape_is_an_error(family, tmp_path, trained, asked, named):
+    folder = adapter_folder(tmp_path, adapt(family, **trained), family)
+    with pytest.raises(ConfigError, match=rf"^model\.lora\.warm_start='{folder}' .*{named}"):
+        adapt(tiny_ocr(), **asked, warm_start=str(folder))
 
 
 @pytest.mark.parametrize(
@@ -263,7 +259,7 @@ def test_a_warm_start_that_is_no_plain_lora_is_an_error(family, tmp_path, option
     model = peft.get_peft_model(family.transformer, config)
     model.save_pretrained(str(tmp_path))
     (name,) = options
-    with pytest.raises(ConfigError, match=f"trained with {name}=.*give a plain LoRA"):
+    with pytest.raises(ConfigError, match=rf"adapter_config\.json .*{name}="):
         adapt(tiny_ocr(), warm_start=str(tmp_path))
 
 
@@ -271,14 +267,18 @@ def test_diffusers_metadata_of_no_plain_lora_is_an_error(family, tmp_path):
     transformer = adapt(family)
     metadata = {**lora.adapter_metadata(transformer), "use_rslora": True}
     family.save_lora(str(tmp_path), lora.adapter_state(transformer), metadata)
-    with pytest.raises(ConfigError, match="trained with use_rslora=True"):
+    with pytest.raises(ConfigError, match=rf"^model\.lora\.warm_start='{tmp_path}' .*use_rslora=True"):
         adapt(tiny_ocr(), warm_start=str(tmp_path))
 
 
 def test_a_warm_start_that_is_missing_or_broken_is_an_error(family, tmp_path):
-    with pytest.raises(ConfigError, match=re.escape(f"warm_start='{tmp_path}' holds no adapter")):
+    with pytest.raises(
+        ConfigError, match=rf"^model\.lora\.warm_start='{tmp_path}' .*pytorch_lora_weights\.safetensors"
+    ):
         adapt(family, warm_start=str(tmp_path))
     file = tmp_path / "adapter_model.safetensors"
     file.write_bytes(b"nothing")
-    with pytest.raises(ConfigError, match="is not a safetensors file: "):
+    with pytest.raises(
+        ConfigError, match=rf"^model\.lora\.warm_start='{file}' .*adapter_model\.safetensors is not "
+    ):
         adapt(tiny_ocr(), warm_start=str(file))

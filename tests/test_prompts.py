@@ -28,7 +28,7 @@ def test_every_family_tells_prompts_and_references_apart(name, tmp_path):
 @pytest.mark.parametrize("name", ["qwen_image_edit", "qwen_image_edit_plus"])
 def test_a_text_that_the_template_displaces_is_refused(name, tmp_path):
     family = loaded(name, tmp_path, 8)
-    with pytest.raises(ValueError, match="rows 0 and 1 of prompt_embeds"):
+    with pytest.raises(ValueError, match="rows 0 and 1 .*prompt_embeds "):
         check_told_apart(family, prompts_of(["cat", "dog"], images=FAMILIES[name].images), Guidance())
 
 
@@ -42,11 +42,14 @@ class OneAnswer:
         return self.rows
 
 
-def test_a_negative_prompt_and_references_like_another_are_refused():
-    rows, guidance = torch.eye(2), Guidance(guidance_scale=3.0)
-    family = OneAnswer(prompt_embeds=rows, negative_prompt_embeds=rows[1:].expand(2, 2))
-    with pytest.raises(ValueError, match="rows 1 and 2 of prompt_embeds"):
-        check_told_apart(family, prompts_of(["cat", "dog"]), guidance)
-    family = OneAnswer(prompt_embeds=rows, references=torch.ones(2, 1, 3))
-    with pytest.raises(ValueError, match="rows 0 and 1 of references"):
-        check_told_apart(family, prompts_of(["cat", "dog"]), guidance)
+@pytest.mark.parametrize(
+    ("answer", "named"),
+    [
+        ({"negative_prompt_embeds": torch.eye(2)[1:].expand(2, 2)}, "rows 1 and 2 .*prompt_embeds "),
+        ({"references": torch.ones(2, 1, 3)}, "rows 0 and 1 .*references "),
+    ],
+)
+def test_a_negative_prompt_and_references_like_another_are_refused(answer, named):
+    family = OneAnswer(prompt_embeds=torch.eye(2), **answer)
+    with pytest.raises(ValueError, match=named):
+        check_told_apart(family, prompts_of(["cat", "dog"]), Guidance(guidance_scale=3.0))

@@ -123,15 +123,14 @@ FRAMES = {"save_all": True, "append_images": [picture().rotate(180)]}
 def test_unusable_files_are_refused_in_one_line(tmp_path, content, cause):
     path = tmp_path / "file"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=cause) as caught:
+    with pytest.raises(ConfigError, match=f"{path} .*{cause}") as caught:
         Reference.of(path)
-    assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["gone.png", ".", "a\0b"])
 def test_what_is_no_file_is_refused(tmp_path, name):
-    with pytest.raises(ConfigError, match="the reference image"):
+    with pytest.raises(ConfigError, match=f"reference image {tmp_path}"):
         Reference.of(Path(tmp_path / name))
 
 
@@ -142,7 +141,7 @@ def test_the_content_is_the_reference(tmp_path):
     reference = Reference.of(first)
     assert reference.digest == Reference.of(second).digest
     first.write_bytes(encoded(picture().rotate(180), "PNG"))
-    with pytest.raises(ConfigError, match="has changed"):
+    with pytest.raises(ConfigError, match=f"{first} has changed"):
         reference.image()
 
 

@@ -47,8 +47,9 @@ class Wan(ModelFamily):
     def __init__(self, pipeline: Any, **options: Any) -> None:
         if getattr(pipeline, "transformer_2", None) is not None:
             raise ConfigError(
-                "the model has two transformers, one for high and one for low noise levels, and flowcorr trains models "
-                "with one, such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers or Wan-AI/Wan2.2-TI2V-5B-Diffusers"
+                "the model has two transformers, one for high and one (transformer_2) for low noise levels, "
+                "and flowcorr trains models with one, such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers or "
+                "Wan-AI/Wan2.2-TI2V-5B-Diffusers"
             )
         super().__init__(pipeline, **options)
 

@@ -58,9 +58,7 @@ def test_the_share_of_terms_outside_the_clip_before_any_update(loss_mode):
 
 
 def test_a_mode_that_is_left_open_is_an_error():
-    with pytest.raises(
-        ConfigError, match=r"bypass_mode='auto' cannot correct a single batch; take .*AutoMode"
-    ):
+    with pytest.raises(ConfigError, match="bypass_mode='auto' .*AutoMode"):
         apply_rollout_correction_to_diffusion_batch(
             make_batch([[0.0, 0.0]]), RolloutCorrectionConfig(bypass_mode="auto")
         )

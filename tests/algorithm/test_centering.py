@@ -272,14 +272,28 @@ def test_the_centred_score_has_the_mean_0_under_the_rollout_policy():
     )
 
 
-def test_what_cannot_be_centred_is_refused():
+def test_without_the_rollouts_means_nothing_is_centred():
     terms = replace(Problem().terms, rollout_kl=None)
-    with pytest.raises(BatchError, match="score_centering=true needs the rollout's step means"):
+    with pytest.raises(BatchError, match=r"score_centering=true .*Rollout\.window\.means, .*with_means"):
         diffusion_loss(terms, ActorConfig(), correction())
-    with pytest.raises(ConfigError, match="rollout_is='sequence' weighs by its whole trajectory"):
-        correction(rollout_is="sequence")
-    with pytest.raises(ConfigError, match="leaves terms without a weight"):
-        correction(rollout_is="token", rollout_is_threshold=(0.5, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"rollout_is": "sequence"}, "rollout_is='sequence' "),
+        (
+            {"rollout_is": "token", "rollout_is_threshold": (0.5, 2.0)},
+            r"rollout_is_threshold=\[0\.5, 2\.0\] ",
+        ),
+    ],
+)
+def test_weights_that_cannot_be_centred_are_refused(keys, named):
+    with pytest.raises(ConfigError, match=f"score_centering=true: .*{named}"):
+        correction(**keys)
+
+
+def test_weights_that_multiply_no_score_are_no_hindrance():
     correction(rollout_is="sequence", rollout_is_apply=False)
     correction(rollout_is="sequence", bypass_mode=True, bypass_scope="trajectory")  # the ratio is the weight
 

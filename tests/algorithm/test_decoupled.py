@@ -78,7 +78,7 @@ def test_weights_that_are_not_applied_are_measured():
 
 def test_missing_old_log_probs_are_an_error():
     batch = replace(make_batch([[0.0, 0.0]]), old_log_probs=None)
-    with pytest.raises(BatchError, match=r"batch\.old_log_probs is None; recompute.*bypass_mode: true"):
+    with pytest.raises(BatchError, match=r"^batch\.old_log_probs .*bypass_mode: true"):
         apply_rollout_correction_to_diffusion_batch(batch, RolloutCorrectionConfig())
 
 
@@ -90,7 +90,7 @@ def test_a_correction_that_the_loss_applies_is_refused():
 
 def test_old_log_probs_of_another_shape_are_an_error():
     batch = make_batch([[0.0, 0.0], [0.0, 0.0]])
-    with pytest.raises(BatchError, match="nothing is broadcast"):
+    with pytest.raises(BatchError, match=r"^rollout_log_prob .*\[2, 2\]; .*\[2, 1\]"):
         apply_rollout_correction_to_diffusion_batch(
             replace(batch, old_log_probs=batch.old_log_probs[:, :1]), RolloutCorrectionConfig()
         )

@@ -10,7 +10,7 @@ from flowcorr import losses
 from flowcorr.algorithm import diffusion_loss
 from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import OFF, RolloutCorrectionConfig
-from flowcorr.errors import BatchError, ConfigError
+from flowcorr.errors import BatchError
 from flowcorr.metrics import Metrics
 from flowcorr.records import LossOutput, Terms
 from flowcorr.sde import step_kl
@@ -164,14 +164,14 @@ def test_grpo_guard_in_bypass_compares_with_the_rollouts_means(scope):
 @pytest.mark.parametrize("loss_mode", ["grpo_guard", "flow_dppo"])
 def test_a_loss_without_its_means_is_an_error(loss_mode):
     terms = steps()
-    with pytest.raises(BatchError, match="kl is missing"):
+    with pytest.raises(BatchError, match=r"^kl .*sde\.step_kl"):
         diffusion_loss(replace(terms, old_kl=None), ActorConfig(loss_mode=loss_mode))
 
 
 def test_shapes_that_differ_are_an_error():
     terms = steps()
     config = RolloutCorrectionConfig(bypass_mode=True, bypass_scope="trajectory")
-    with pytest.raises(BatchError, match="nothing is broadcast"):
+    with pytest.raises(BatchError, match=r"^rollout_log_prob .*\[3, 1\]; .*\[3, 2\]"):
         diffusion_loss(replace(terms, rollout_log_prob=terms.rollout_log_prob[:, :1]), ACTOR, config)
 
 
@@ -281,8 +281,3 @@ def test_a_loss_of_ones_own_that_keeps_no_term_may_be_a_plain_zero(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "my_losses", module)
     assert diffusion_loss(steps().per_term(), ActorConfig(loss_mode="my_losses:own")).loss_sum == 0
-
-
-def test_an_unknown_loss_is_an_error():
-    with pytest.raises(ConfigError, match=r"actor\.loss_mode='flow_grp' is unknown.*flow_grpo"):
-        diffusion_loss(steps(), ActorConfig(loss_mode="flow_grp"))

@@ -301,12 +301,11 @@ BROKEN = {
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_file_that_is_no_plain_lora_is_named(qwen, tmp_path, case):
-    change, message = BROKEN[case]
+    change, named = BROKEN[case]
     file = tmp_path / FILE
     save_file({name: value.contiguous() for name, value in change(tensors_of(qwen)).items()}, file)
-    with pytest.raises(ConfigError, match=message) as raised:
+    with pytest.raises(ConfigError, match=rf"^model\.lora\.warm_start='{tmp_path}' .*{named}"):
         qwen.started(tmp_path)
-    assert str(raised.value).startswith(f"model.lora.warm_start='{tmp_path}'")
 
 
 OPTIONS = [
@@ -351,7 +350,7 @@ def test_odd_options_are_named(qwen, tmp_path, text, message, place):
 def test_a_file_of_options_that_is_no_text_is_named(qwen, tmp_path):
     save_file(tensors_of(qwen), tmp_path / FILE)
     (tmp_path / PEFT_CONFIG).write_bytes(b"\xff\xfe{")
-    with pytest.raises(ConfigError, match="adapter_config.json cannot be read as JSON"):
+    with pytest.raises(ConfigError, match=r"adapter_config\.json .* JSON .*0xff"):
         qwen.started(tmp_path)
 
 

@@ -67,9 +67,7 @@ def test_references_under_another_name_are_refused_where_a_model_would_read_them
     prompts = [Prompt(text="a cat", metadata={"edit_image": "cat.png"}, place="edits.jsonl:7")]
     SD3.check_references(prompts)
     monkeypatch.setattr(SD3, "num_references", (0, 4))
-    with pytest.raises(
-        ConfigError, match='^edits.jsonl:7 has no reference image, but the field "edit_image"'
-    ):
+    with pytest.raises(ConfigError, match=r'^edits\.jsonl:7 .*"edit_image", .*"images"'):
         SD3.check_references(prompts)
 
 
@@ -84,7 +82,5 @@ def test_a_prompt_has_as_many_references_as_its_family_takes(monkeypatch, allowe
     if wrong is None:
         SD3.check_references(prompts)
         return
-    with pytest.raises(
-        ConfigError, match=f"^edits.jsonl:7 has {count} reference images, and .* family sd3 {wrong};"
-    ):
+    with pytest.raises(ConfigError, match=rf"^edits\.jsonl:7 .* {count} .* sd3 {wrong};"):
         SD3.check_references(prompts)

@@ -1,4 +1,3 @@
-import json
 import re
 import shutil
 from types import ModuleType
@@ -47,12 +46,12 @@ def test_attention_is_computed_by_the_backend_that_is_named(tmp_path):
     assert backends == {"native"}
     z_image = str(build_tiny_z_image(tmp_path / "z"))
     assert load_family(ModelConfig(path=z_image, attention="native")).name == "z_image"
-    with pytest.raises(ConfigError, match=r"model\.attention='flesh' cannot be used here.*_native_cudnn"):
+    with pytest.raises(ConfigError, match=r"model\.attention='flesh' .*_native_cudnn"):
         load_family(ModelConfig(path=path, attention="flesh"))
 
 
 def test_a_backend_that_the_model_would_not_use_is_an_error():
-    with pytest.raises(ConfigError, match=r"model\.attention='native' would have no effect: SD3Transformer"):
+    with pytest.raises(ConfigError, match=r"model\.attention='native' .*SD3Transformer2DModel "):
         load_family(ModelConfig(path="tiny_ocr", attention="native"))
 
 
@@ -60,41 +59,31 @@ def test_family_may_be_named():
     assert load_family(ModelConfig(path="tiny_ocr", family="sd3")).name == "sd3"
 
 
-def test_an_unknown_family_is_an_error():
-    with pytest.raises(ConfigError, match=r"model\.family='sd4' is unknown.*sd3"):
-        load_family(ModelConfig(path="tiny_ocr", family="sd4"))
-
-
-def test_a_folder_without_model_index_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match=r"not a diffusers pipeline: .*model_index\.json is missing"):
-        load_family(ModelConfig(path=str(tmp_path)))
-
-
 def test_a_name_that_is_nothing_is_an_error():
-    with pytest.raises(ConfigError, match="neither a pipeline folder, nor a pipeline on the hub.*tiny_ocr"):
+    with pytest.raises(ConfigError, match=r"model\.path='no_such_pipeline' .*hf download no_such_pipeline"):
         load_family(ModelConfig(path="no_such_pipeline"))
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "named"),
     [
-        "{",
-        "{}",
-        "[]",
-        "null",
-        '{"_class_name": ["FluxPipeline"]}',
-        '{"_class_name": "X", "vae": ["diffusers"]}',
+        (None, r"model_index\.json .*missing"),
+        ("{", "tiny_ocr: .*line 1 column 2"),
+        ("{}", "tiny_ocr: '_class_name'"),
+        ("[]", "tiny_ocr: "),
+        ("null", "tiny_ocr: "),
+        ('{"_class_name": ["FluxPipeline"]}', "tiny_ocr: "),
+        ('{"_class_name": "X", "vae": ["diffusers"]}', "tiny_ocr: "),
+        (
+            '{"_class_name": "StableDiffusionPipeline"}',
+            r"'StableDiffusionPipeline' .*StableDiffusion3Pipeline\?",
+        ),
     ],
 )
-def test_a_broken_index_is_an_error(tmp_path, text):
-    (tmp_path / "model_index.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"model\.path="):
-        load_family(ModelConfig(path=str(tmp_path)))
-
-
-def test_a_pipeline_of_another_class_is_an_error(tmp_path):
-    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline"}))
-    with pytest.raises(ConfigError, match=r"StableDiffusionPipeline.*StableDiffusion3Pipeline"):
+def test_an_index_of_no_known_pipeline_is_an_error(tmp_path, text, named):
+    if text is not None:
+        (tmp_path / "model_index.json").write_text(text)
+    with pytest.raises(ConfigError, match=rf"^model\.path='{tmp_path}'.*{named}"):
         load_family(ModelConfig(path=str(tmp_path)))
 
 
@@ -106,9 +95,7 @@ def test_weights_in_a_pickle_are_not_loaded(tmp_path):
         path = folder / part / "diffusion_pytorch_model.safetensors"
         torch.save(load_file(path), path.with_suffix(".bin"))
         path.unlink()
-        with pytest.raises(
-            ConfigError, match=r"read from safetensors only.*Convert it once.*save_pretrained"
-        ):
+        with pytest.raises(ConfigError, match=rf"^model\.path='{folder}' .*/{part}\..*save_pretrained"):
             load_family(ModelConfig(path=str(folder)))
         shutil.copytree(EMBEDDED["tiny_ocr"] / part, folder / part, dirs_exist_ok=True)
 
@@ -118,7 +105,7 @@ def test_text_encoders_in_a_pickle_are_not_loaded(tmp_path):
     (path,) = (folder / "text_encoder").glob("*.safetensors")
     torch.save(load_file(path), path.with_name("pytorch_model.bin"))
     path.unlink()
-    with pytest.raises(ConfigError, match="read from safetensors only"):
+    with pytest.raises(ConfigError, match=rf"^model\.path='{folder}' .*save_pretrained"):
         load_family(ModelConfig(path=str(folder)))
 
 
@@ -126,7 +113,7 @@ def test_an_incomplete_pipeline_is_an_error(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(EMBEDDED["tiny_ocr"], folder)
     shutil.rmtree(folder / "transformer")
-    with pytest.raises(ConfigError, match="cannot be loaded as a sd3 pipeline"):
+    with pytest.raises(ConfigError, match=rf"^model\.path='{folder}' .* sd3 pipeline: "):
         load_family(ModelConfig(path=str(folder)))
 
 
@@ -136,9 +123,7 @@ def test_a_damaged_file_of_weights_is_named(tmp_path, part, content):
     folder = build_tiny_flux(tmp_path / "flux")
     (path,) = (folder / part).glob("*.safetensors")
     path.write_bytes(content(path.read_bytes()))
-    with pytest.raises(
-        ConfigError, match=rf"{part}/\S*\.safetensors is cut or damaged .*; download it again$"
-    ):
+    with pytest.raises(ConfigError, match=rf"^model\.path='{folder}': {path} .*damaged"):
         load_family(ModelConfig(path=str(folder)))
 
 
@@ -150,8 +135,7 @@ def test_a_weight_that_no_file_has_is_named(tmp_path, part):
     name = min(weights)
     del weights[name]
     save_file(weights, path, metadata={"format": "pt"})
-    message = f"^model.path={re.escape(repr(str(folder)))}: the files of its {part} lack the weight {re.escape(name)}; "
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=rf"^model\.path='{folder}': .* {part} .* {re.escape(name)}; "):
         load_family(ModelConfig(path=str(folder)))
 
 
@@ -163,14 +147,14 @@ def test_a_tokenizer_without_its_vocabulary_is_named(tmp_path, build, part):
     """Transformers would read every prompt as unknown tokens, or as none."""
     folder = build(tmp_path / "model")
     (folder / part / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=f"its {part} knows no words"):
+    with pytest.raises(ConfigError, match=rf"^model\.path='{folder}': .* {part} .*tokenizer\.json"):
         load_family(ModelConfig(path=str(folder)))
 
 
 def test_a_tokenizer_without_its_chat_template_is_named(tmp_path):
     folder = build_tiny_z_image(tmp_path / "model")
     (folder / "tokenizer" / "chat_template.jinja").unlink()
-    with pytest.raises(ConfigError, match=r"chat template .* chat_template\.jinja is missing"):
+    with pytest.raises(ConfigError, match=rf"^model\.path='{folder}': .* chat_template\.jinja "):
         load_family(ModelConfig(path=str(folder)))
     assert load_family(ModelConfig(path=str(folder)), text_encoders=False).name == "z_image"
 

@@ -191,9 +191,7 @@ def test_nf4_takes_blocks_of_64_where_every_width_divides_else_of_32():
 
 
 def test_a_width_that_fits_no_block_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"quantization=nf4: 32 weights.* 0 has 80 weights.*quantization=int8"
-    ):
+    with pytest.raises(ConfigError, match=r"^model\.quantization=nf4: 32 .* 80 .*model\.quantization=int8$"):
         quantize_blocks(Blocks(64, 80), "nf4", "cpu")
     transformer = Blocks(64, 80)
     quantize_blocks(transformer, "int8", "cpu")
@@ -201,7 +199,7 @@ def test_a_width_that_fits_no_block_is_refused():
 
 
 def test_a_transformer_without_blocks_is_refused():
-    with pytest.raises(ConfigError, match=r"quantization=int8 needs .*blocks; Sequential has none"):
+    with pytest.raises(ConfigError, match=r"^model\.quantization=int8 .*blocks; Sequential "):
         quantize_blocks(nn.Sequential(nn.Linear(4, 4)), "int8", "cpu")
 
 
@@ -209,8 +207,9 @@ def test_without_bitsandbytes_it_says_how_to_install_it(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    message = r"^model.quantization=nf4 needs bitsandbytes; .*pip install 'flowcorr\[quantized\]'"
-    with pytest.raises(MissingExtraError, match=message):
+    with pytest.raises(
+        MissingExtraError, match=r"quantization=nf4 .*bitsandbytes; .*'flowcorr\[quantized\]'"
+    ):
         load_family(ModelConfig(path=SHALLOW, quantization="nf4"), text_encoders=False)
 
 

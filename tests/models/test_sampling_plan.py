@@ -44,12 +44,12 @@ def test_windows_follow_the_sampling_section(family):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
-        ({"sde_type": "cps", "sde_window_range": (2, 6)}, r"holds step 5, which ends at sigma=0"),
-        ({"height": 33}, "height"),
+        ({"sde_type": "cps", "sde_window_range": (2, 6)}, r"sde_window_range=\[2, 6\] .* step 5, .*sigma=0,"),
+        ({"height": 33}, "height=33 .* 8, .* 32$"),
     ],
 )
-def test_what_cannot_be_sampled_is_refused(family, changes, message):
-    with pytest.raises(ConfigError, match=message):
+def test_what_cannot_be_sampled_is_refused(family, changes, named):
+    with pytest.raises(ConfigError, match=rf"^sampling\.{named}"):
         SamplingPlan.of(family, sampling(**changes))

@@ -39,7 +39,7 @@ def test_a_scheduler_that_takes_no_sigmas_is_refused():
     scheduler = DPMSolverMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, solver_order=1
     )
-    with pytest.raises(ConfigError, match="DPMSolverMultistepScheduler does not take the sigmas"):
+    with pytest.raises(ConfigError, match="DPMSolverMultistepScheduler .*FlowMatchEulerDiscreteScheduler "):
         linear_schedule(scheduler, 4, 256)
 
 
@@ -60,7 +60,7 @@ def test_a_terminal_shift_needs_two_steps():
 
     scheduler = FlowMatchEulerDiscreteScheduler(shift_terminal=0.02)
     assert linear_schedule(scheduler, 2, 256).sigmas == pytest.approx((1.0, 0.02, 0.0))
-    with pytest.raises(ConfigError, match=r"num_inference_steps=1 is too few .* shift_terminal=0\.02"):
+    with pytest.raises(ConfigError, match=r"num_inference_steps=1 .*shift_terminal=0\.02; .* 2$"):
         linear_schedule(scheduler, 1, 256)
 
 

@@ -26,15 +26,13 @@ def test_latent_shape(family):
     assert family.latent_shape(None, None) == (4, native, native)
 
 
-@pytest.mark.parametrize(("key", "size"), [("height", (30, 64)), ("width", (32, 60))])
-def test_a_size_between_patches_is_an_error(family, key, size):
-    with pytest.raises(ConfigError, match=rf"sampling\.{key}=.* must be a multiple of 8, such as"):
-        family.latent_shape(*size)
-
-
-def test_a_size_beyond_the_positions_is_an_error(family):
-    with pytest.raises(ConfigError, match=r"sampling\.width=256 is larger.*at most 128"):
-        family.latent_shape(32, 256)
+@pytest.mark.parametrize(
+    ("height", "width", "named"),
+    [(30, 64, "height=30 .* 8, .* 24$"), (32, 60, "width=60 .* 8, .* 56$"), (32, 256, "width=256 .* 128$")],
+)
+def test_a_size_between_patches_or_beyond_the_positions_is_an_error(family, height, width, named):
+    with pytest.raises(ConfigError, match=rf"^sampling\.{named}"):
+        family.latent_shape(height, width)
 
 
 @pytest.mark.parametrize("num_steps", [1, 4, 10])

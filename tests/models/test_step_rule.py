@@ -76,7 +76,7 @@ def test_a_solver_of_first_order_is_euler():
     ],
 )
 def test_other_steps_are_refused(name, config, cause):
-    with pytest.raises(ConfigError, match=rf"model\.path='model': its scheduler {name} .*{cause}"):
+    with pytest.raises(ConfigError, match=rf"^model\.path='model': .* {name} .*{cause}"):
         check_step_rule(scheduler(name, **config), "model")
 
 
@@ -112,5 +112,5 @@ def test_a_model_is_refused_when_it_is_loaded(name, config, tmp_path):
     index = folder / "model_index.json"
     index.write_text(index.read_text().replace("FlowMatchEulerDiscreteScheduler", name))
     (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps({"_class_name": name, **config}))
-    with pytest.raises(ConfigError, match=r"model\.path="):
+    with pytest.raises(ConfigError, match=rf"^model\.path='{folder}'"):
         load_family(ModelConfig(path=str(folder)))

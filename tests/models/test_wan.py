@@ -108,9 +108,9 @@ def test_shape_of_a_sample(paths):
     assert family.sample_shape(None, None, None) == (16, 21, 60, 104)  # 480 x 832, 81 frames
     assert family.sample_shape(*WAN_SIZE, 1) == (16, 1, 4, 6)
     assert family.image_tokens((16, 21, 60, 104)) == 21 * 30 * 52
-    with pytest.raises(ConfigError, match=r"sampling.num_frames=10 .* such as 9 or 13"):
+    with pytest.raises(ConfigError, match=r"^sampling\.num_frames=10 .* 9 or 13$"):
         family.sample_shape(*WAN_SIZE, 10)
-    with pytest.raises(ConfigError, match=r"sampling\.width=56 .* multiple of 16, such as 48"):
+    with pytest.raises(ConfigError, match=r"^sampling\.width=56 .* 16, .* 48$"):
         family.sample_shape(32, 56, WAN_FRAMES)
 
 
@@ -130,13 +130,13 @@ def test_a_dynamic_shift_which_the_pipeline_does_not_give_is_refused(family, mon
     plain = family.pipeline.scheduler
     dynamic = type(plain).from_config(plain.config, use_dynamic_shifting=True)
     monkeypatch.setattr(family.pipeline, "scheduler", dynamic)
-    with pytest.raises(ConfigError, match=r"use_dynamic_shifting=True in .*set it to false"):
+    with pytest.raises(ConfigError, match="use_dynamic_shifting=True .*flow_shift"):
         family.schedule(5, ())
 
 
 def test_a_model_with_two_transformers_is_refused(family):
     family.pipeline.transformer_2 = family.transformer
-    with pytest.raises(ConfigError, match="two transformers"):
+    with pytest.raises(ConfigError, match="transformer_2"):
         Wan(family.pipeline, dtype=torch.float32)
 
 

@@ -91,10 +91,12 @@ def test_latent_shape(family):
     assert family.latent_shape(None, None) == (4, 512, 512)  # 1024 pixels, and a VAE that shrinks by 2
 
 
-@pytest.mark.parametrize(("key", "size"), [("height", (18, 24)), ("width", (16, 22))])
-def test_a_size_between_patches_is_an_error(family, key, size):
-    with pytest.raises(ConfigError, match=rf"sampling\.{key}=.* must be a multiple of 4, such as"):
-        family.latent_shape(*size)
+@pytest.mark.parametrize(
+    ("height", "width", "named"), [(18, 24, "height=18 .* 4, .* 16$"), (16, 22, "width=22 .* 4, .* 20$")]
+)
+def test_a_size_between_patches_is_an_error(family, height, width, named):
+    with pytest.raises(ConfigError, match=rf"^sampling\.{named}"):
+        family.latent_shape(height, width)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

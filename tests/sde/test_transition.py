@@ -242,7 +242,7 @@ def test_samples_have_the_transitions_moments(kind):
 
 def test_unknown_kind_names_the_nearest():
     latents, velocity = problem(1, 2)
-    with pytest.raises(ConfigError, match=r"sampling.sde_type='dance-sde'.*did you mean dance_sde"):
+    with pytest.raises(ConfigError, match=r"sampling\.sde_type='dance-sde' .*dance_sde\?"):
         transition("dance-sde", latents, velocity, column(0.5), column(0.4), 0.7)
 
 
@@ -251,7 +251,7 @@ def test_unknown_kind_names_the_nearest():
 )
 def test_noise_levels_without_a_density_are_refused(kind, eta):
     latents, velocity = problem(1, 2)
-    with pytest.raises(ConfigError, match=r"sampling\.noise_level"):
+    with pytest.raises(ConfigError, match=rf"sampling\.noise_level={eta} .*sampling\.sde_type={kind};"):
         transition(kind, latents, velocity, column(0.5), column(0.4), eta)
 
 
@@ -263,33 +263,28 @@ def test_cps_at_noise_level_one_is_all_fresh_noise():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_must_descend(kind):
+@pytest.mark.parametrize(
+    ("sigma", "sigma_next", "named"),
+    [
+        (0.4, 0.4, r"descend: sigma=0\.4 and sigma_next=0\.4;"),
+        (900.0, 800.0, r"^sigma=900\.0 and sigma_next=800\.0 .*timesteps"),
+        (0.1, -0.1, r"^sigma=0\.1 and sigma_next=-0\.1 .* 1 and 0;"),
+        (1.0005, 1.0, r"density .* 1 .*sigma=1\.0005 and sigma_next=1\.0;"),
+        (1e-5, 0.0, r"density .* 0\.0001: sigma=1e-05 and sigma_next=0\.0;"),
+        (1e-6, 1e-7, r"density .* 0\.0001: sigma=1e-06 and sigma_next=1e-07;"),
+    ],
+)
+def test_noise_levels_of_no_step_are_refused(kind, sigma, sigma_next, named):
     latents, velocity = problem(2, 2)
-    with pytest.raises(BatchError, match="sigma > sigma_next"):
-        transition(kind, latents, velocity, column(0.5, 0.4), column(0.4, 0.4), 0.7)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("sigma", "sigma_next"), [(900.0, 800.0), (0.1, -0.1)])
-def test_timesteps_are_no_noise_levels(kind, sigma, sigma_next):
-    latents, velocity = problem(1, 2)
-    with pytest.raises(BatchError, match="must be noise levels between 1 and 0; timesteps are"):
-        transition(kind, latents, velocity, column(sigma), column(sigma_next), 0.7)
+    with pytest.raises(BatchError, match=named):
+        transition(kind, latents, velocity, column(0.5, sigma), column(0.4, sigma_next), 0.7)
 
 
 @pytest.mark.parametrize("last", [0.0, 1e-8, 1e-5])
 def test_cps_cannot_take_the_last_step(last):
     latents, velocity = problem(1, 2)
-    with pytest.raises(BatchError, match="sigma_next="):
+    with pytest.raises(BatchError, match=f"cps .*sigma_next={last:g},"):
         transition("cps", latents, velocity, column(0.5), column(last), 0.7)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("sigma", "sigma_next"), [(1.0005, 1.0), (1e-5, 0.0), (1e-6, 1e-7)])
-def test_steps_above_one_or_below_all_noise_are_refused(kind, sigma, sigma_next):
-    latents, velocity = problem(1, 2)
-    with pytest.raises(BatchError, match="has no density above 1 or below"):
-        transition(kind, latents, velocity, column(sigma), column(sigma_next), 0.7)
 
 
 @settings(max_examples=50)
@@ -310,14 +305,14 @@ def test_nothing_broadcasts(latent_shape, velocity_shape, num_sigmas, num_next):
 
 
 def test_latents_need_an_axis_of_elements():
-    with pytest.raises(BatchError, match="leading axes"):
+    with pytest.raises(BatchError, match=r"^sigma .*\[2\] and latents \[2\];"):
         transition("sde", torch.ones(2), torch.ones(2), torch.full((2,), 0.5), torch.full((2,), 0.4), 0.7)
 
 
 def test_noise_must_have_the_latents_shape():
     latents, velocity = problem(2, 3)
     step = transition("sde", latents, velocity, column(0.5, 0.5), column(0.4, 0.4), 0.7)
-    with pytest.raises(BatchError, match="noise has shape"):
+    with pytest.raises(BatchError, match=r"^noise .*\[1, 3\]; .*\[2, 3\]"):
         sample(step, torch.ones(1, 3))
 
 
