@@ -219,7 +219,9 @@ def test_a_prompt_in_another_spelling_is_the_same_prompt(tmp_path, respelt):
         ('{"prompt": "a", "score": -Infinity}', "number -Infinity"),
         ('{"prompt": "a", "score": 1e999}', "number 1e999"),
         ('{"prompt": "a", "box": [{"x": NaN}]}', "number NaN"),
-        pytest.param('{"prompt": "a", "score": %s}' % ("1" * 5000), r"JSON .*\(", id="5000 digits"),
+        pytest.param(
+            '{"prompt": "a", "score": %s}' % ("1" * 5000), r"JSON .*\(.*4300 digits", id="5000 digits"
+        ),
         pytest.param('{"prompt": "a", "score": %s}' % ("[" * 10**5), r"JSON .*\(", id="deep nesting"),
     ],
 )
@@ -261,9 +263,9 @@ def test_a_file_without_readable_prompts_is_named(tmp_path, name, content, named
         load(path)
 
 
-@pytest.mark.parametrize("name", ["prompts.json", "prompts", "tiny_word"])
-def test_other_file_types_are_refused(tmp_path, name):
-    with pytest.raises(ConfigError, match=r"choose from \.txt, \.jsonl"):
+@pytest.mark.parametrize(("name", "suffix"), [("prompts.json", ".json"), ("prompts", ""), ("tiny_word", "")])
+def test_other_file_types_are_refused(tmp_path, name, suffix):
+    with pytest.raises(ConfigError, match=rf"file type='{suffix}' .* \.txt, \.jsonl$"):
         load(tmp_path / name)
 
 

@@ -23,30 +23,26 @@ def test_the_object_is_found(module):
 
 
 @pytest.mark.parametrize(
-    ("path", "message"),
+    ("path", "named"),
     [
-        (
-            "nowhere:loss",
-            r"^actor\.loss_mode='nowhere:loss': there is no module 'nowhere' on the Python path",
-        ),
-        ("users_own.nowhere:loss", "there is no module 'users_own"),
-        (":loss", "there is no module ''"),
-        ("./users_own:loss", r"there is no module '\./users_own'"),
-        ("users_own:los", r"the module users_own has no 'los'; name a loss in it$"),
-        ("users_own", r"the module users_own has no ''; name a loss in it$"),
+        ("nowhere:loss", "no module 'nowhere'"),
+        ("users_own.nowhere:loss", r"no module 'users_own\.nowhere'"),
+        (":loss", "no module ''"),
+        ("./users_own:loss", r"no module '\./users_own'"),
+        ("users_own:los", "users_own has no 'los'; .*a loss "),
+        ("users_own", "users_own has no ''; .*a loss "),
     ],
 )
-def test_paths_that_lead_nowhere_are_named(module, path, message):
+def test_paths_that_lead_nowhere_are_named(module, path, named):
     module("users_own", "loss = None\n")
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=rf"^actor\.loss_mode='{path}': .*{named}"):
         import_target("actor.loss_mode", path, "a loss")
 
 
 @pytest.mark.parametrize("file", ["users_file.py", "./users_file.py", "folder/users_file.py"])
 def test_a_file_is_answered_with_its_module(module, file):
     module("users_file", "loss = None\n")
-    expected = rf"^actor\.loss_mode='{file}:loss' names a file; name the module, .*: users_file:loss \("
-    with pytest.raises(ConfigError, match=expected):
+    with pytest.raises(ConfigError, match=rf"^actor\.loss_mode='{file}:loss' .* users_file:loss \("):
         import_target("actor.loss_mode", f"{file}:loss", "a loss")
 
 

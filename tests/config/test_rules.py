@@ -30,78 +30,78 @@ MERGED = {"rollout": {"name": "vllm_omni", "engine": {"weight_sync": "merged"}}}
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("values", "named"),
     [
-        ({**BYPASS, "rollout": {"calculate_log_probs": False}}, r"calculate_log_probs=False leaves bypass mode"),
-        ({**DECOUPLED, "rollout": {"calculate_log_probs": False}}, r"=False leaves rollout correction"),
-        ({"rollout": {"prompts_per_step": 2}, "actor": {"mini_batches": 3}}, r"mini_batches=3 does not fit .*=2"),
+        ({**BYPASS, "rollout": {"calculate_log_probs": False}}, "calculate_log_probs=False .*bypass mode"),
+        ({**DECOUPLED, "rollout": {"calculate_log_probs": False}}, "calculate_log_probs=False .*rollout correction"),
+        ({"rollout": {"prompts_per_step": 2}, "actor": {"mini_batches": 3}}, "mini_batches=3 .*prompts_per_step=2: "),
         *(
             (
                 {"rollout": {"name": "vllm_omni", "engine": {key: value}}},
-                rf"rollout\.engine\.{key}={value!r} must be a whole number of at least 1",
+                rf"rollout\.engine\.{key}={value!r} .* 1;",
             )
             for key, value in (
                 *(("tensor_parallel_size", 0), ("tensor_parallel_size", "two"), ("max_num_seqs", 0)),
                 *(("ulysses_degree", 1.5), ("num_gpus", True)),
             )
         ),
-        ({**REINFORCE, "actor": {"loss_mode": "grpo_guard"}}, r"loss_mode='grpo_guard' contradicts .*reinforce"),
-        ({"actor": {"loss_options": {"width": 1}}}, r"loss_options=\{'width': 1\} do not fit .*'flow_grpo'.*it takes"),
-        ({"actor": {"loss_mode": "reinforce"}}, r"loss_mode='reinforce' cannot be set here"),
-        ({**BYPASS, "actor": {"ratio_level": "trajectory_sum"}}, r"ratio_level='trajectory_sum' needs"),
-        ({**AUTO, "actor": {"loss_mode": "flow_dppo"}}, r"='auto' measures noise .*loss_mode='flow_dppo' has none"),
+        ({**REINFORCE, "actor": {"loss_mode": "grpo_guard"}}, "loss_mode='grpo_guard' .*loss_type='reinforce'"),
+        ({"actor": {"loss_options": {"width": 1}}}, r"loss_options=\{'width': 1\} .*'flow_grpo': .*'width'"),
+        ({"actor": {"loss_mode": "reinforce"}}, "loss_mode='reinforce' .*loss_type=reinforce "),
+        ({**BYPASS, "actor": {"ratio_level": "trajectory_sum"}}, "ratio_level='trajectory_sum' .*scope=trajectory"),
+        ({**AUTO, "actor": {"loss_mode": "flow_dppo"}}, "bypass_mode='auto' .*loss_mode='flow_dppo' "),
         (
             {**AUTO, "actor": {"loss_mode": "importance_cap", "importance_cap": 1.0}},
-            r"actor\.importance_cap=1\.0 has none; set bypass_mode to true or false",
+            r"bypass_mode='auto' .*actor\.importance_cap=1\.0 ",
         ),
-        ({**AUTO, **STALE, "actor": {"old_policy": "behaviour"}}, r"'auto' compares .*; set old_policy: current"),
-        ({**AUTO, "actor": {"ratio_level": "trajectory_sum"}}, r"ratio_level='trajectory_sum' needs"),
-        ({"actor": {"clip_ratio": [0.1, 0.1, 0.1]}}, r"has 3 values; .*num_inference_steps=10, or .* the first 4,"),
-        ({"actor": {"clip_ratio": [0.1] * 11}}, r"has 11 values; .* sampling\.num_inference_steps=10"),
-        ({"actor": {"clip_ratio": []}}, r"has 0 values; .* sampling\.num_inference_steps=10"),
+        ({**AUTO, **STALE, "actor": {"old_policy": "behaviour"}}, "='auto' .*old_policy='behaviour' .*: current"),
+        ({**AUTO, "actor": {"ratio_level": "trajectory_sum"}}, "ratio_level='trajectory_sum' .*scope=trajectory"),
+        ({"actor": {"clip_ratio": [0.1, 0.1, 0.1]}}, r"clip_ratio=.* 3 values; .*num_inference_steps=10, .* 4,"),
+        ({"actor": {"clip_ratio": [0.1] * 11}}, r"clip_ratio=.* 11 values; .*num_inference_steps=10, "),
+        ({"actor": {"clip_ratio": []}}, r"clip_ratio=\[\] .* 0 values; .*num_inference_steps=10, "),
         (
             {"actor": {"clip_ratio": [0.1, 0.1, 0.1, 0.2], "ratio_level": "trajectory_sum"}},
-            r"differs by step, but .*'trajectory_sum' has one ratio for the whole window; give one number, or set",
+            r"clip_ratio=\[0\.1, .*, 0\.2\] .*ratio_level='trajectory_sum' .*ratio_level=step$",
         ),
-        ({**SHARDED, "rollout": {"name": "vllm_omni"}}, r"shards the weights, but rollout\.name='vllm_omni'"),
-        ({**SHARDED, "rollout": {"placement": "ray"}}, r"placement='ray' needs whole ones; set"),
+        ({**SHARDED, "rollout": {"name": "vllm_omni"}}, r"fsdp=True .*rollout\.name='vllm_omni' .*placement='local' "),
+        ({**SHARDED, "rollout": {"placement": "ray"}}, r"fsdp=True .*rollout\.name='in_process' .*placement='ray' "),
         (
             {"sampling": {"sde_type": "cps", "cps_unscaled": True}, "actor": {"loss_mode": "grpo_guard"}},
-            r"cps_unscaled=True gives .*'grpo_guard' adds a bias in nats .*; set cps_unscaled: false, or",
+            "cps_unscaled=True .*loss_mode='grpo_guard' .*cps_unscaled: false",
         ),
         (
             {
                 "sampling": {"sde_type": "cps", "cps_unscaled": True},
                 "algorithm": {"rollout_correction": {"preset": "seq_is", "log_ratio_scale": "sum"}},
             },
-            r"cps_unscaled=True gives .*log_ratio_scale='sum' takes them for nats",
+            "cps_unscaled=True .*log_ratio_scale='sum' .*cps_unscaled: false",
         ),
         (
             {"sampling": {"sde_type": "dance_sde"}, "actor": {"kl_coef": 0.04, "kl_weighting": "flow_grpo"}},
-            r"kl_weighting='flow_grpo' multiplies .*sde_type='dance_sde', whose published KL is exact",
+            "kl_weighting='flow_grpo' .*sde_type='dance_sde', .*kl_weighting: exact",
         ),
-        ({**SHARDED, "trainer": {"doctor": True}}, r"trainer\.doctor=True examines whole weights"),
+        ({**SHARDED, "trainer": {"doctor": True}}, r"trainer\.doctor=True .*actor\.fsdp=True "),
         (
             {"model": {"quantization": "nf4", "lora": {"rank": 0}}},
-            r"quantization='nf4' keeps integers, which have no gradient, but model\.lora\.rank=0",
+            r"quantization='nf4' .*model\.lora\.rank=0 ",
         ),
-        ({**INT8, "actor": {"fsdp": True}}, r"quantization='int8' .* FSDP2 cannot gather .*; set actor\.fsdp: false"),
+        ({**INT8, "actor": {"fsdp": True}}, r"quantization='int8' .*FSDP2 .*actor\.fsdp: false"),
         (
             {"model": {"quantization": "int8", "dtype": "float16"}},
-            r"'int8' multiplies .* overflow in model\.dtype='float16'; set dtype: bfloat16",
+            r"quantization='int8' .*model\.dtype='float16'; .*dtype: bfloat16",
         ),
-        ({"trainer": {"eval_on": "both"}}, r"eval_on='both' .*quantization='none' trains on the unquantized one"),
-        ({**NF4, **OMNI, **BYPASS}, r"bypass_mode=True compares weights in nf4 .* 0\.034 .*at 0\.001; set .*auto"),
-        ({**INT8, **OMNI, **BYPASS}, r"bypass_mode=True compares weights in int8 .* up to 0\.0031"),
+        ({"trainer": {"eval_on": "both"}}, "eval_on='both' .*quantization='none' .*eval_on: trained"),
+        ({**NF4, **OMNI, **BYPASS}, r"bypass_mode=True .* nf4 .* 0\.034 .* 0\.001; .*bypass_mode: auto"),
+        ({**INT8, **OMNI, **BYPASS}, r"bypass_mode=True .* int8 .* 0\.0031 "),
         (
             {**INT8, **OMNI, **BYPASS, "actor": {"clip_ratio": [0.1, 0.1, 0.001, 0.1]}},
-            r"weights in int8 .* clips them at 0\.001",
+            r"bypass_mode=True .* int8 .* 0\.001;",
         ),
-        ({"actor": {"fsdp": True}, "trainer": {"doctor": True}}, r"run `flowcorr doctor` with actor\.fsdp=false"),
+        ({"actor": {"fsdp": True}, "trainer": {"doctor": True}}, r"doctor=True .*`flowcorr doctor` .*fsdp=false "),
     ],
 )  # fmt: skip
-def test_contradictions_between_sections(values, message):
-    with pytest.raises(ConfigError, match=message):
+def test_contradictions_between_sections(values, named):
+    with pytest.raises(ConfigError, match=named):
         load_mapping(values)
 
 

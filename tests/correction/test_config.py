@@ -44,7 +44,7 @@ def test_auto_beside_a_preset_of_bypass_mode_only_is_refused():
 
 
 def test_a_preset_named_without_its_values_is_refused():
-    with pytest.raises(ConfigError, match=r"RolloutCorrectionConfig\.from_preset\('token_is'\)"):
+    with pytest.raises(ConfigError, match=r"rollout_is=None .*\.from_preset\('token_is'\)"):
         RolloutCorrectionConfig(preset="token_is")
 
 

@@ -113,7 +113,7 @@ def test_an_incomplete_pipeline_is_an_error(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(EMBEDDED["tiny_ocr"], folder)
     shutil.rmtree(folder / "transformer")
-    with pytest.raises(ConfigError, match=rf"^model\.path='{folder}' .* sd3 pipeline: "):
+    with pytest.raises(ConfigError, match=rf"^model\.path='{folder}' .* sd3 pipeline: .*config\.json "):
         load_family(ModelConfig(path=str(folder)))
 
 
@@ -260,24 +260,21 @@ class Unfinished(ModelFamily):
 
 
 @pytest.mark.parametrize(
-    ("family", "message"),
+    ("family", "named"),
     [
-        (Nameless, r"lora_targets='attn\.to_q' has to be a tuple"),
-        (
-            Misspelt,
-            r"pipeline_class='StableDifusion3Pipeline' is no class of diffusers .*StableDiffusion3Pipeline",
-        ),
-        (Keyed, r"guidance_key='cfg_scale' is unknown.*choose from guidance_scale, true_cfg_scale"),
-        (Closed, r"Closed\(pipeline, dtype=.*fails: .*unexpected keyword argument.*\*\*options"),
+        (Nameless, r"lora_targets='attn\.to_q' .*tuple"),
+        (Misspelt, r"pipeline_class='StableDifusion3Pipeline' .*StableDiffusion3Pipeline\?"),
+        (Keyed, "guidance_key='cfg_scale' .* guidance_scale, true_cfg_scale"),
+        (Closed, r"Closed\(pipeline, dtype=.*'dtype'; .*\*\*options"),
         (
             Unfinished,
-            r"lacks pipeline_class, lora_targets, latent_shape\(\), predict\(\), schedule\(\); "
+            r"pipeline_class, lora_targets, latent_shape\(\), predict\(\), schedule\(\); "
             "`flowcorr explain ModelFamily`",
         ),
     ],
 )
-def test_a_family_of_ones_own_that_is_not_complete_is_named(family, message):
+def test_a_family_of_ones_own_that_is_not_complete_is_named(family, named):
     name = f"{__name__}:{family.__name__}"
-    with pytest.raises(ConfigError, match=rf"^model\.family='?{name}'?: .*{message}") as error:
+    with pytest.raises(ConfigError, match=rf"^model\.family='?{name}'?: .*{named}") as error:
         load_family(ModelConfig(path="tiny_ocr", family=name))
     assert "model.path" not in str(error.value)

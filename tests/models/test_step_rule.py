@@ -99,18 +99,18 @@ def test_asking_changes_neither_the_scheduler_nor_the_generator():
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("name", "config"),
+    ("name", "config", "named"),
     [
-        ("FlowMatchEulerDiscreteScheduler", {"stochastic_sampling": True}),
-        ("FlowMatchEulerDiscreteScheduler", {"shift": "three"}),
-        ("FlowMatchHeunDiscreteScheduler", {}),
-        ("NoSuchScheduler", {}),
+        ("FlowMatchEulerDiscreteScheduler", {"stochastic_sampling": True}, "stochastic_sampling "),
+        ("FlowMatchEulerDiscreteScheduler", {"shift": "three"}, "sd3 pipeline: "),
+        ("FlowMatchHeunDiscreteScheduler", {}, "FlowMatchHeunDiscreteScheduler .*11 velocities"),
+        ("NoSuchScheduler", {}, "sd3 pipeline: .*NoSuchScheduler"),
     ],
 )
-def test_a_model_is_refused_when_it_is_loaded(name, config, tmp_path):
+def test_a_model_is_refused_when_it_is_loaded(name, config, named, tmp_path):
     folder = shutil.copytree(EMBEDDED["tiny_ocr"], tmp_path / "model")
     index = folder / "model_index.json"
     index.write_text(index.read_text().replace("FlowMatchEulerDiscreteScheduler", name))
     (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps({"_class_name": name, **config}))
-    with pytest.raises(ConfigError, match=rf"^model\.path='{folder}'"):
+    with pytest.raises(ConfigError, match=rf"^model\.path='{folder}'.*{named}"):
         load_family(ModelConfig(path=str(folder)))

@@ -141,7 +141,7 @@ def test_samples_without_a_picture_are_left_to_no_reward(caplog):
 
 
 def test_a_failure_beside_a_missing_picture_keeps_its_place():
-    with pytest.raises(BackendError, match="sample 2 .*'prompt 2'"):
+    with pytest.raises(BackendError, match="dislikes_two .*sample 2 .*'prompt 2'"):
         score_batch(dislikes_two, IMAGES, PROMPTS, broken=[0])
 
 

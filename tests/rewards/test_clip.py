@@ -93,12 +93,15 @@ def test_a_processor_with_more_words_than_the_checkpoint_reads_is_named(clip_fol
         load_clip("mine", clip_folder, str(folder), "cpu", "float32")
 
 
-@pytest.mark.parametrize(("file", "content"), [("model.safetensors", b"version"), ("config.json", b"[]")])
-def test_a_damaged_file_is_an_error_of_the_path(clip_folder, tmp_path, file, content):
+@pytest.mark.parametrize(
+    ("file", "content", "named"),
+    [("model.safetensors", b"version", "header"), ("config.json", b"[]", "config.json")],
+)
+def test_a_damaged_file_is_an_error_of_the_path(clip_folder, tmp_path, file, content, named):
     folder = tmp_path / "clip"
     shutil.copytree(clip_folder, folder)
     (folder / file).write_bytes(content)
-    with pytest.raises(ConfigError, match=f"^reward mine: path='{folder}' .*loaded: "):
+    with pytest.raises(ConfigError, match=f"^reward mine: path='{folder}' .*loaded: .*{named}"):
         load_clip("mine", str(folder), clip_folder, "cpu", "float32")
 
 
@@ -114,6 +117,6 @@ def test_code_in_a_checkpoint_is_not_run(clip_folder, tmp_path, monkeypatch):
     }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "strange.py").write_text("raise ValueError('the code of a stranger ran')\n")
-    with pytest.raises(ConfigError, match=f"^reward mine: path='{folder}' .*loaded: ") as caught:
+    with pytest.raises(ConfigError, match=f"^reward mine: path='{folder}' .*custom code ") as caught:
         load_clip("mine", str(folder), clip_folder, "cpu", "float32")
     assert "stranger" not in str(caught.value)
