@@ -40,9 +40,7 @@ def test_the_family_that_a_name_tells(path, family):
 
 def test_a_name_that_tells_none_is_named_with_its_key():
     assert require_family("model.path", "a/sd3", ("sd3",)) == "sd3"
-    with pytest.raises(
-        ConfigError, match="^model.path=a/b names no model of the families that are translated: sd3"
-    ):
+    with pytest.raises(ConfigError, match=r"^model\.path=a/b .*: sd3;"):
         require_family("model.path", "a/b", ("sd3",))
 
 
@@ -60,9 +58,7 @@ def test_a_name_that_tells_none_is_named_with_its_key():
 )
 def test_a_model_that_is_not_translated_has_a_recipe_to_start_from(name, recipe):
     assert recipe in recipe_names()
-    with pytest.raises(
-        ConfigError, match=f"^model.path={name} (makes videos|edits images), .* recipe {recipe},"
-    ):
+    with pytest.raises(ConfigError, match=f"^model.path={name} .* recipe {recipe},"):
         require_family("model.path", name, ("sd3", "flux", "qwen_image"))
 
 

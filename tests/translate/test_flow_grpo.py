@@ -37,7 +37,7 @@ def test_flow_grpos_values(grpo, tmp_path):
 
 
 def test_flow_grpo_needs_its_gpus(grpo, tmp_path):
-    with pytest.raises(ConfigError, match="give it with --gpus N"):
+    with pytest.raises(ConfigError, match="number of GPUs, .* --gpus N"):
         translate(grpo)
     assert loaded(tmp_path, translate(grpo, gpus=2)).rollout.prompts_per_step == 8
 
@@ -60,15 +60,13 @@ def test_the_script_that_reads_a_configuration(given, function, script):
 
 def test_a_window_that_only_one_of_two_scripts_reads_needs_its_name():
     given = nested({"pretrained.model": SD3, "sample.sde_window_size": 2})
-    with pytest.raises(
-        ConfigError, match="^sample.sde_window_size=2 is read by train_sd3_fast.py and not by"
-    ):
+    with pytest.raises(ConfigError, match=r"^sample\.sde_window_size=2 .* script=train_sd3_fast\.py$"):
         with_script(given, "config", 8)
     assert with_script({**given, "script": "train_sd3.py"}, "config", 8)["script"] == "train_sd3.py"
     kontext = nested({"pretrained.model": "FLUX.1-Kontext-dev", "sample.sde_window_size": 2})
     with pytest.raises(ConfigError, match="edits images"):
         with_script(kontext, "config", 8)
-    with pytest.raises(ConfigError, match="^script='train.py' is unknown .*choose from train_sd3.py"):
+    with pytest.raises(ConfigError, match=r"^script='train\.py' .* train_sd3\.py"):
         with_script({**given, "script": "train.py"}, "config", 8)
 
 
@@ -121,45 +119,46 @@ def test_keys_that_depend_on_others(grpo, tmp_path, overrides, key, value):
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "named"),
     [
+        ("pretrained.model=hub/DeepSeek-7b", "^pretrained.model=hub/DeepSeek-7b .*: sd3, "),
         (
-            "pretrained.model=hub/DeepSeek-7b",
-            "^pretrained.model=hub/DeepSeek-7b names no model of the families",
+            "pretrained.model=black-forest-labs/FLUX.1-Kontext-dev",
+            "^pretrained.model=.*/FLUX.1-Kontext-dev .* flux_kontext_edit_lora,",
         ),
-        ("pretrained.model=black-forest-labs/FLUX.1-Kontext-dev", "edits images, .* flux_kontext_edit_lora"),
-        ("pretrained.model=hf_cache/Wan2.1-T2V-1.3B-Diffusers", "makes videos, .* wan_ocr_lora"),
-        ("pretrained.model=black-forest-labs/FLUX.2-klein-4B", "names no model of the families"),
-        ("train.algorithm=dpo", "^train.algorithm=dpo has no equivalent here"),
-        ("prompt_fn=imagenet_animals", "^prompt_fn=imagenet_animals reads no prompts of images from a file"),
-        ("per_prompt_stat_tracking=False", "^per_prompt_stat_tracking=False compares images of all prompts"),
-        ("use_lora=False", "^use_lora=False with mixed_precision=fp16 has no equivalent here"),
-        ("train.cfg=False", "^train.cfg=False trains without the guidance that it samples with"),
-        ("sample.num_image_per_prompt=1", "^sample.num_image_per_prompt=1 gives an image no other"),
+        ("pretrained.model=hf_cache/Wan2.1-T2V-1.3B-Diffusers", "^pretrained.model=.* wan_ocr_lora,"),
+        (
+            "pretrained.model=black-forest-labs/FLUX.2-klein-4B",
+            "^pretrained.model=.*/FLUX.2-klein-4B .*: sd3, ",
+        ),
+        ("train.algorithm=dpo", "^train.algorithm=dpo "),
+        ("prompt_fn=imagenet_animals", "^prompt_fn=imagenet_animals "),
+        ("per_prompt_stat_tracking=False", "^per_prompt_stat_tracking=False "),
+        ("use_lora=False", "^use_lora=False with mixed_precision=fp16 "),
+        ("train.cfg=False", "^train.cfg=False "),
+        ("sample.num_image_per_prompt=1", "^sample.num_image_per_prompt=1 "),
         # 10.67 prompts are not 11.
-        ("sample.num_image_per_prompt=24", "^4 GPUs x sample.train_batch_size=8 images are no multiple of"),
         (
-            "train.gradient_accumulation_steps=3",
-            "is no multiple of train.gradient_accumulation_steps=3, so that",
+            "sample.num_image_per_prompt=24",
+            "^4 GPUs x sample.train_batch_size=8 .* sample.num_image_per_prompt=24,",
         ),
-        ("train.gradient_accumulation_steps=0", "^train.gradient_accumulation_steps=0 must be at least 1"),
-        ("mixed_precision=fp8", "^mixed_precision='fp8' is unknown; choose from no, fp32, "),
-        ("train.timestep_fraction=.nan", "^train.timestep_fraction=nan must be a finite number"),
-        ("sample.num_batches_per_epoch=true", "^sample.num_batches_per_epoch=True must be a whole number"),
-        ("reward_fn={ocr: much}", "^reward_fn.ocr='much' must be a number"),
+        ("train.gradient_accumulation_steps=3", "multiple of train.gradient_accumulation_steps=3,"),
+        ("train.gradient_accumulation_steps=0", "^train.gradient_accumulation_steps=0 .* 1 "),
+        ("mixed_precision=fp8", "^mixed_precision='fp8' .* no, fp32, "),
+        ("train.timestep_fraction=.nan", "^train.timestep_fraction=nan .* finite"),
+        ("sample.num_batches_per_epoch=true", "^sample.num_batches_per_epoch=True .* whole number"),
+        ("reward_fn={ocr: much}", "^reward_fn.ocr='much' .* number"),
     ],
 )
-def test_what_is_no_run_of_flowcorr_is_refused(grpo, override, message):
-    with pytest.raises(ConfigError, match=message):
+def test_what_is_no_run_of_flowcorr_is_refused(grpo, override, named):
+    with pytest.raises(ConfigError, match=named):
         translate(grpo, [override], gpus=4)
 
 
 def test_a_file_of_another_trainer_is_refused_by_the_keys_that_it_lacks(tmp_path):
     path = tmp_path / "other.json"
     path.write_text(json.dumps({"pretrained": GRPO["pretrained"], "seed": 1}), encoding="utf-8")
-    with pytest.raises(
-        ConfigError, match=r"^it is no configuration of flow_grpo, which would hold resolution, .*, \.\.\. \("
-    ):
+    with pytest.raises(ConfigError, match=r" flow_grpo, .* resolution, .*, \.\.\. \(.*other\.json "):
         translate(str(path), gpus=8)
 
 

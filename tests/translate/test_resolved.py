@@ -1,5 +1,7 @@
 """Configurations that another trainer has resolved."""
 
+import re
+
 import pytest
 import yaml
 
@@ -19,12 +21,16 @@ def test_a_configuration_is_found_in_what_a_script_prints():
 
 def test_output_between_the_lines_of_a_configuration_is_refused():
     before, root, after = omni_yaml().partition("\nalgorithm:")
-    with pytest.raises(
-        ConfigError, match="'Ray: started', stands inside the configuration, which goes on in line"
-    ):
+    line = before.count("\n") + 2
+    with pytest.raises(ConfigError, match=f"^line {line}, 'Ray: started', .* line {line + 1};"):
         read_sections(f"{before}\nRay: started{root}{after}")
-    with pytest.raises(ConfigError, match="all begin a configuration; leave the one to translate$"):
-        read_sections(omni_yaml() + omni_yaml())
+
+
+def test_two_configurations_in_one_file_are_refused():
+    text = omni_yaml()
+    first = text[: text.index("\nactor_rollout_ref:")].count("\n") + 2
+    with pytest.raises(ConfigError, match=f"^lines {first}, {first + text.count(chr(10))} "):
+        read_sections(text + text)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +42,7 @@ def test_a_script_has_no_sections(text):
 
 @pytest.mark.parametrize("text", ["", "- 1", "3", "text"])
 def test_what_holds_no_sections_is_no_configuration(text):
-    with pytest.raises(ConfigError, match="^it is no configuration of a trainer"):
+    with pytest.raises(ConfigError, match="sections"):
         read_sections(text)
 
 
@@ -47,9 +53,7 @@ def test_the_file_of_wandb():
 
 def test_a_file_that_takes_values_from_others_is_refused():
     assert read_sections("defaults: [_self_]\na: 1") == {"a": 1}
-    with pytest.raises(
-        ConfigError, match="^it takes values from other files by its list defaults; .*--resolve"
-    ):
+    with pytest.raises(ConfigError, match=r"list defaults; .* under \.hydra.*--resolve"):
         read_sections("defaults: [{actor@actor: dp}]\na: 1")
 
 
@@ -59,13 +63,16 @@ def test_an_override_is_a_key_and_a_value():
         *(("a.b", 1), ("c", "0.5_2"), ("d", None), ("e", "b=c"), ("f", "[")),
         *(("a", {"g": 1}), ("h/i", "j")),
     ]
-    for word in ("a", "--multirun", "$X=1", "~a=1", "a b=1"):
-        with pytest.raises(
-            ConfigError, match="is not read, only key=value; leave it out, or let Hydra print"
-        ):
-            read_overrides([word])
-    with pytest.raises(ConfigError, match="^the argument '--config-name=b' chooses other defaults"):
-        read_overrides(["--config-name=b"])
+
+
+@pytest.mark.parametrize(
+    ("word", "cause"),
+    [(word, "key=value;") for word in ("a", "--multirun", "$X=1", "~a=1", "a b=1")]
+    + [("--config-name=b", "other defaults")],
+)
+def test_an_argument_that_is_no_override_is_refused(word, cause):
+    with pytest.raises(ConfigError, match=f"^the argument {re.escape(repr(word))} .*{cause}"):
+        read_overrides([word])
 
 
 def test_overrides_count_in_their_order_and_sections_are_merged():
@@ -74,10 +81,14 @@ def test_overrides_count_in_their_order_and_sections_are_merged():
     assert resolved(given, read_overrides([key, whole])) == {"a": {"b": {"d": 3, "c": 1}}}
     assert resolved(given, read_overrides(["a.b=null"])) == {"a": {"b": None}}
     assert resolved(given, read_overrides(["a.b={}"])) == {"a": {"b": {}}}
-    with pytest.raises(ConfigError, match="^x.y=1 cannot be set: "):
-        resolved({"x": [1]}, {"x.y": 1})
-    with pytest.raises(ConfigError, match=r"^x.api_key=\*\*\* cannot be set: (?!.*hidden)"):
-        resolved({"x": [1]}, {"x.api_key": "hidden"})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"), [("y", 1, "x.y=1"), ("api_key", "hidden", "x.api_key=***")]
+)
+def test_a_key_of_a_list_cannot_be_set_and_secrets_are_not_told(key, value, named):
+    with pytest.raises(ConfigError, match=f"^{re.escape(named)} (?!.*hidden)"):
+        resolved({"x": [1]}, {f"x.{key}": value})
 
 
 def test_references_are_replaced():
@@ -133,13 +144,11 @@ def test_what_the_file_does_not_tell_stays_as_it_is(text, monkeypatch):
 
 def test_references_are_bounded():
     texts = {"a0": "x" * 10} | {f"a{n}": f"${{a{n - 1}}}${{a{n - 1}}}" for n in range(1, 41)}
-    with pytest.raises(ConfigError, match="^80 references inside text are more than 24"):
+    with pytest.raises(ConfigError, match="^80 references .* 24;"):
         resolved(texts, {})
     sections = {"a0": {"x": 1}} | {
         f"a{n}": {"x": f"${{a{n - 1}}}", "y": f"${{a{n - 1}}}"} for n in range(1, 41)
     }
     for values in (sections, {"a": {"b": "${c}"}, "c": {"d": "${a}"}}):
-        with pytest.raises(
-            ConfigError, match="^with its references it holds more than 20000 values, or 50 levels$"
-        ):
+        with pytest.raises(ConfigError, match="20000 values, .*50 levels$"):
             resolved(values, {})

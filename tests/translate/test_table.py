@@ -1,6 +1,7 @@
 """Tables of keys."""
 
 import math
+import re
 
 import pytest
 
@@ -130,13 +131,9 @@ def test_a_section_may_be_a_source():
 
 
 def test_a_configuration_of_something_else_lacks_keys():
-    with pytest.raises(
-        ConfigError, match=r"^it is no configuration of other, which would hold b, c, d, e, \.\.\.$"
-    ):
+    with pytest.raises(ConfigError, match=r" other, .* b, c, d, e, \.\.\.$"):
         translate_values({"a": 1}, table(required=tuple("abcdef")))
-    with pytest.raises(
-        ConfigError, match="^it does not hold group, as every resolved configuration of other does$"
-    ):
+    with pytest.raises(ConfigError, match="not hold group, "):
         translate_values({}, table(absent={"optim.lr": 1e-3}))
 
 
@@ -150,11 +147,17 @@ def test_the_decay_of_one_update(decay, updates, found):
         assert decay_of_one(decay, updates) ** updates == pytest.approx(decay, rel=1e-5)
 
 
-@pytest.mark.parametrize("value", ["$N", ["a", "${oc.env:HOME}/b"], {"a": "${missing}"}, "???"])
-def test_a_value_that_is_not_resolved_is_refused_where_it_is_needed(value):
-    with pytest.raises(
-        ConfigError, match="^group=.* is not resolved; give its value as an override, group=VALUE$"
-    ):
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ("$N", "$N"),
+        (["a", "${oc.env:HOME}/b"], "${oc.env:HOME}/b"),
+        ({"a": "${missing}"}, "${missing}"),
+        ("???", "???"),
+    ],
+)
+def test_a_value_that_is_not_resolved_is_refused_where_it_is_needed(value, named):
+    with pytest.raises(ConfigError, match=f"^group={re.escape(named)} .* group=VALUE$"):
         translate_values({"group": value}, table())
     found = translate_values({"optim": {"eps": "$N"}}, table())
     assert found.left == {"another optimizer": ["optim.eps=$N"]}
@@ -177,18 +180,19 @@ def test_a_value_is_of_the_type_that_is_asked_for(kind, value, found):
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
-    [("abc", "group='abc' must be a whole number"), (2.5, "group=2.5 must be"), (True, "group=True must be")],
+    ("given", "named"),
+    [
+        ({"group": "abc"}, "group='abc' .* whole number"),
+        ({"group": 2.5}, "group=2.5 .* whole number"),
+        ({"group": True}, "group=True .* whole number"),
+        ({"optim": {"lr": math.nan}}, "optim.lr=nan .* finite number"),
+        ({"optim": {"lr": math.inf}}, "optim.lr=inf .* finite number"),
+        ({"optim": {"lr": -math.inf}}, "optim.lr=-inf .* finite number"),
+    ],
 )
-def test_a_value_of_another_type_is_refused(value, message):
-    with pytest.raises(ConfigError, match=f"^{message}"):
-        translate_values({"group": value}, table())
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_number_that_is_not_finite_is_refused(value):
-    with pytest.raises(ConfigError, match=f"^optim.lr={value} must be a finite number$"):
-        translate_values({"optim": {"lr": value}}, table())
+def test_a_value_of_another_type_or_one_that_is_not_finite_is_refused(given, named):
+    with pytest.raises(ConfigError, match=f"^{named}$"):
+        translate_values(given, table())
 
 
 def test_of_two_rows_of_a_line_only_the_one_that_makes_it_has_sources():
@@ -198,14 +202,14 @@ def test_of_two_rows_of_a_line_only_the_one_that_makes_it_has_sources():
 
 
 def test_a_run_that_cannot_be_made_is_refused():
-    with pytest.raises(ConfigError, match="it makes videos"):
-        translate_values({}, table(refuse=lambda get: "it makes videos"))
-    with pytest.raises(ConfigError, match="^group=4 has no equivalent here; flowcorr has 8$"):
+    with pytest.raises(ConfigError, match="^group=16 makes videos$"):
+        translate_values({}, table(refuse=lambda get: f"group={get('group')} makes videos"))
+    with pytest.raises(ConfigError, match="^group=4 .* 8$"):
         translate_values({"group": 4}, table(only={"group": (None, 8)}))
 
 
 def test_names_of_dtypes():
     get = Given({"a": "bf16", "b": None, "c": "torch.float16", "d": "int8"}, {}, "other")
     assert [dtype_of(get, key) for key in "abc"] == ["bfloat16", "float32", "float16"]
-    with pytest.raises(ConfigError, match="^d='int8' is unknown; choose from no, fp32"):
+    with pytest.raises(ConfigError, match="^d='int8' .* no, fp32"):
         dtype_of(get, "d")

@@ -1,6 +1,7 @@
 """Configurations of other trainers become recipes that load."""
 
 import json
+import re
 
 import pytest
 import yaml
@@ -47,43 +48,36 @@ def test_what_wandb_keeps_is_the_same_recipe(tmp_path, values, gpus):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "named"),
     [
-        ("hello: world", r"it holds no key of verl-omni, flow_grpo or Flow-Factory \(it has: hello\)"),
-        ("", "^it is no configuration of a trainer: that holds sections of keys"),
-        ("- 1", "^it is no configuration of a trainer"),
-        (
-            "a: &a [*a]",
-            r"^not valid YAML: with its aliases it holds more .* 50 levels \(.*some.yaml cannot be translated",
-        ),
+        ("hello: world", r"verl-omni, flow_grpo or Flow-Factory \(it has: hello\)"),
+        ("", "sections of keys"),
+        ("a: &a [*a]", "not valid YAML: .* 50 levels"),
         (
             "actor_rollout_ref: {model: {path: deepseek-llm-7b-chat}, rollout: {n: 5, name: vllm}}",
-            r"^it is no configuration of verl-omni, which would hold actor_rollout_ref\.model\.lora_rank, ",
+            r"verl-omni, .* actor_rollout_ref\.model\.lora_rank, ",
         ),
         (
             omni_yaml(f"{OMNI}model.path=deepseek-llm-7b-chat"),
-            r"^actor_rollout_ref\.model\.path=deepseek-llm-7b-chat names no model of the families",
+            r"^actor_rollout_ref\.model\.path=deepseek-llm-7b-chat .*: sd3, ",
         ),
         (
             omni_yaml(f"{OMNI}rollout.n=${{oc.env:N}}"),
-            r"^actor_rollout_ref\.rollout\.n=.*oc.env:N} is not resolved",
+            r"^actor_rollout_ref\.rollout\.n=.*oc.env:N} .*\.n=VALUE ",
         ),
         (
             omni_yaml(f"{OMNI}rollout.name='???'"),
-            r"^actor_rollout_ref\.rollout\.name=\?\?\? is not resolved; give",
+            r"^actor_rollout_ref\.rollout\.name=\?\?\? .*\.name=VALUE ",
         ),
-        (
-            "trainer: {seed: 1}\nmodel: {path: a/sd3}",
-            "it is a flowcorr recipe already; flowcorr train takes it",
-        ),
+        ("trainer: {seed: 1}\nmodel: {path: a/sd3}", "flowcorr train takes it"),
         (
             "model: {model_name_or_path: a/sd3}\ntrain: {group_size: 24}",
-            "^it is no configuration of Flow-Factory, which would hold model.model_type, train.trainer_type",
+            r"Flow-Factory, .* model\.model_type, train\.trainer_type",
         ),
     ],
 )
-def test_a_file_of_something_else_is_never_filled_with_defaults(tmp_path, text, message):
-    with pytest.raises(ConfigError, match=message):
+def test_a_file_of_something_else_is_never_filled_with_defaults(tmp_path, text, named):
+    with pytest.raises(ConfigError, match=rf"{named}.*some\.yaml "):
         translate(written(tmp_path, text))
 
 
@@ -95,36 +89,26 @@ def test_a_resolved_file_without_a_key_is_refused(tmp_path, key):
     for section in sections:
         place = place[section]
     del place[name]
-    with pytest.raises(
-        ConfigError, match=f"^it does not hold {key}, as every resolved configuration of verl-omni"
-    ):
+    with pytest.raises(ConfigError, match=f"not hold {re.escape(key)}, "):
         translate(written(tmp_path, yaml.safe_dump(values)))
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("name", "text", "named"),
     [
         (
             "run.sh",
             "python3 -m verl_omni.trainer.main_diffusion data.seed=1 $@",
-            r"^a script is not read, .*: bash .*run\.sh --cfg job --resolve > resolved\.yaml",
+            r"script .*: bash .*run\.sh --cfg job --resolve > resolved\.yaml",
         ),
-        (
-            "run.sh",
-            "bash other.sh data.seed=1",
-            "^it starts no trainer whose configuration flowcorr translates",
-        ),
-        (
-            "grpo.py",
-            "def sd3():\n    raise SystemExit",
-            r"^a configuration of flow_grpo is code, .* NAME is one of sd3 \(",
-        ),
+        ("run.sh", "bash other.sh data.seed=1", r"starts no trainer .*run\.sh "),
+        ("grpo.py", "def sd3():\n    raise SystemExit", r"flow_grpo is code, .* NAME .* sd3 \(.*grpo\.py "),
     ],
 )
 def test_what_only_a_program_could_resolve_is_refused_with_the_line_that_writes_it(
-    tmp_path, name, text, message
+    tmp_path, name, text, named
 ):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=named):
         translate(written(tmp_path, text, name))
 
 
@@ -132,19 +116,19 @@ def test_no_variable_of_the_environment_reaches_a_recipe(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "read from the environment")
     for text in ("${oc.env:HOME}", "x/${oc.env:HOME}", "$HOME"):
         values = {**GRPO, "dataset": text}
-        with pytest.raises(ConfigError, match="^dataset=.*HOME.* is not resolved; give its value"):
+        with pytest.raises(ConfigError, match=f"^dataset={re.escape(text)} .* dataset=VALUE "):
             translate(written(tmp_path, json.dumps(values), "a.json"), gpus=4)
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "named"),
     [
-        ("reward.custom_reward_function.reward_kwargs=3", r"reward_kwargs=3 must be a section"),
-        ("data.train_files.x=1", r"^data\.train_files.* must be one file"),
+        ("reward.custom_reward_function.reward_kwargs=3", r"\.reward_kwargs=3 .* section"),
+        ("data.train_files.x=1", r"^data\.train_files.* one file"),
     ],
 )
-def test_values_that_no_run_can_have(omni_file, override, message):
-    with pytest.raises(ConfigError, match=message):
+def test_values_that_no_run_can_have(omni_file, override, named):
+    with pytest.raises(ConfigError, match=named):
         translate(omni_file, [override])
 
 
@@ -152,9 +136,9 @@ def test_overrides_are_for_every_source_and_gpus_for_one(grpo, omni_file, tmp_pa
     found = loaded(tmp_path, translate(grpo, ["sample.num_steps=12", "train.beta=0"], gpus=2))
     assert (found.sampling.num_inference_steps, found.actor.kl_coef) == (12, 0)
     assert found.rollout.prompts_per_step == 8
-    with pytest.raises(ConfigError, match="^gpus=0 must be at least 1"):
+    with pytest.raises(ConfigError, match="^gpus=0 .* 1 "):
         translate(grpo, gpus=0)
-    with pytest.raises(ConfigError, match="^--gpus 2 belongs to a configuration of flow_grpo"):
+    with pytest.raises(ConfigError, match="^--gpus 2 .* flow_grpo;"):
         translate(omni_file, gpus=2)
 
 
@@ -177,34 +161,31 @@ def test_an_override_counts_before_references(tmp_path, omni_file):
 )
 def test_an_override_without_a_line_is_a_warning(omni_file, override):
     key = override.partition("=")[0]
-    with pytest.warns(
-        UserWarning, match=rf"^no line of the recipe follows from {key}\.?.*=.*; check the key"
-    ):
+    with pytest.warns(UserWarning, match=rf" follows from {re.escape(key)}\b.*=.*;"):
         translate(omni_file, [override])
 
 
 def test_a_recipe_that_would_not_load_is_refused(grpo):
-    with pytest.raises(
-        ConfigError, match=r"^the recipe that it becomes cannot be loaded: sampling\.height=0 is out"
-    ):
+    with pytest.raises(ConfigError, match=r"^the recipe .*: sampling\.height=0 "):
         translate(grpo, ["resolution=0"], gpus=4)
 
 
 @pytest.mark.parametrize("name", ["", "n" * 5000, "/", "a/b.py:get"])
 def test_a_source_that_is_not_there(name):
-    with pytest.raises(ConfigError, match="^no such file; give a resolved configuration"):
+    with pytest.raises(ConfigError, match=rf"such file; .*\({name} "):
         translate(name)
 
 
 def test_a_warning_shows_no_secret(omni_file):
-    with pytest.warns(UserWarning, match=r"follows from unheard\.api_key=\*\*\*; check"):
+    with pytest.warns(UserWarning, match=r" follows from unheard\.api_key=\*\*\*;"):
         translate(omni_file, ["unheard.api_key=hidden"])
 
 
 def test_every_shipped_recipe_is_a_recipe_already():
     for name in recipe_names():
-        with pytest.raises(ConfigError, match="is a flowcorr recipe already"):
-            translate(str(find_recipe(name)))
+        path = str(find_recipe(name))
+        with pytest.raises(ConfigError, match=rf"flowcorr train .*\({re.escape(path)} "):
+            translate(path)
 
 
 @pytest.mark.filterwarnings("default:no line of the recipe follows")
