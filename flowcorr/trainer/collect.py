@@ -202,7 +202,10 @@ def drop_failed_groups(rollout: Rollout, failed: np.ndarray) -> Tensor:
     """
     kept = whole_groups(rollout.group_ids, failed)
     if not sum(distributed.gather(len(kept), "the rewards that succeeded")):
-        raise BackendError("a sample failed in every group of this step, so nothing is left to train on")
+        raise BackendError(
+            f"{failed.sum()} of {len(failed)} samples failed, at least one in every group of this step, so nothing is "
+            "left to train on"
+        )
     return kept
 
 

@@ -282,7 +282,7 @@ def test_a_bypass_step_rejects_inside_the_loss(run, name):
 @pytest.mark.parametrize("name", NEED_MEANS)
 def test_a_bypass_step_of_a_loss_that_needs_means_is_refused(run, name):
     register_losses(BAND)
-    with pytest.raises(ConfigError, match=f"loss_mode={name} needs old_prev_sample_mean"):
+    with pytest.raises(ConfigError, match=f"loss_mode={name} .*old_prev_sample_mean"):
         run(trainer_class(), **{LOSS_MODE: name}, **BYPASS)
 
 
@@ -356,5 +356,5 @@ def test_metrics_of_ranks_merge_where_one_rejects_a_whole_micro_batch(omni):
 def test_a_data_proto_without_tensors_is_named(omni):
     from verl import DataProto
 
-    with pytest.raises(BatchError, match="the DataProto holds no tensors"):
+    with pytest.raises(BatchError, match="the DataProto .*rollout_log_probs"):
         correct_batch(DataProto(batch=None), BAND)

@@ -145,9 +145,9 @@ def test_metrics_by_step_come_from_the_schedule():
         assert found == given
     assert found["rollout_corr/step_0/logprob_abs_diff"] == pytest.approx(LN2)
     assert found["rollout_corr/step_2/logprob_abs_diff"] == pytest.approx(LN2 / 2)
-    with pytest.raises(BatchError, match=r"all_timesteps holds 1, which is not in schedule=\[1000"):
+    with pytest.raises(BatchError, match=r"all_timesteps holds 1, .*schedule=\[1000"):
         correct_batch(tensors(all_timesteps=timesteps / 1000), config, schedule=SCHEDULE)
-    with pytest.raises(BatchError, match=r"all_timesteps is not in the batch.*leave out `schedule`"):
+    with pytest.raises(BatchError, match=r"all_timesteps .*rollout_log_probs; .*`schedule`$"):
         correct_batch(tensors(), config, schedule=SCHEDULE)
 
 
@@ -158,7 +158,7 @@ def test_exact_kl_from_step_means():
         tensors(**means, prev_sample_std=torch.full((4, 2), 0.5)), RolloutCorrectionConfig.disabled()
     )
     assert metrics["rollout_corr/exact_kl"] == pytest.approx(0.1**2 / (2 * 0.25))
-    with pytest.raises(BatchError, match="prev_sample_std has shape"):
+    with pytest.raises(BatchError, match=r"prev_sample_std .* \[4\]; .* \[4, 2\]"):
         correct_batch(tensors(**means, prev_sample_std=torch.ones(4)), RolloutCorrectionConfig.disabled())
 
 
@@ -168,43 +168,43 @@ def test_clip_noise():
 
 
 @pytest.mark.parametrize(
-    ("batch", "config", "error", "message"),
+    ("batch", "config", "error", "named"),
     [
-        ({"old_log_probs": ROLLOUT}, {}, BatchError, "rollout_log_probs is not in.*calculate_log_probs=true"),
-        ({"rollout_log_probs": ROLLOUT}, {}, BatchError, "old_log_probs is not in.*has rollout_log_probs;"),
-        (tensors(old_log_probs=ROLLOUT[:, :1]), {}, BatchError, "shape"),
+        ({"old_log_probs": ROLLOUT}, {}, BatchError, "^rollout_log_probs .*calculate_log_probs=true"),
+        ({"rollout_log_probs": ROLLOUT}, {}, BatchError, "^old_log_probs .* rollout_log_probs;"),
+        (tensors(old_log_probs=ROLLOUT[:, :1]), {}, BatchError, r"rollout_log_prob .* \[4, 2\]; .* \[4, 1\]"),
         (tensors(), {"rejection_groups": "recentre", "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0},
-         ConfigError, "rejection_groups='recentre' needs flowcorr's own trainer"),
-        (tensors(), {"bypass_mode": "auto"}, ConfigError, "bypass_mode=auto"),
-        (tensors(), {"rollout_iss": "token"}, ConfigError, "rollout_iss.*did you mean rollout_is"),
-        (tensors(), "seq_is", ConfigError, "config='seq_is' must be a RolloutCorrectionConfig"),
-        (tensors(all_latents=ROLLOUT), {}, BatchError, r"all_latents has shape .* must be \[B, T\+1, \*L\]"),
+         ConfigError, "bypass_mode=False with rejection_groups='recentre' "),
+        (tensors(), {"bypass_mode": "auto"}, ConfigError, "bypass_mode=auto with rejection_groups='none' "),
+        (tensors(), {"rollout_iss": "token"}, ConfigError, r"'rollout_iss' .* rollout_is\?"),
+        (tensors(), "seq_is", ConfigError, "config='seq_is' .*RolloutCorrectionConfig"),
+        (tensors(all_latents=ROLLOUT), {}, BatchError, r"all_latents .* \[4, 2\]; .* \[B, T\+1, \*L\]"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_corrected_is_an_error(batch, config, error, message):
-    with pytest.raises(error, match=message):
+def test_what_cannot_be_corrected_is_an_error(batch, config, error, named):
+    with pytest.raises(error, match=named):
         correct_batch(batch, config)
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "error", "named"),
     [
-        ({"clip_ratio": 0.0}, ConfigError, r"clip_ratio=0\.0 must be a positive number"),
-        ({"clip_ratio": "1e-3"}, ConfigError, "clip_ratio='1e-3' must be a positive number"),
-        ({"schedule": []}, BatchError, r"schedule=\[\] must be the timesteps"),
+        ({"clip_ratio": 0.0}, ConfigError, r"clip_ratio=0\.0 .*positive"),
+        ({"clip_ratio": "1e-3"}, ConfigError, "clip_ratio='1e-3' .*positive"),
+        ({"schedule": []}, BatchError, r"schedule=\[\] .*timesteps"),
     ],
 )
-def test_options_that_are_of_no_use_are_named(options, error, message):
-    with pytest.raises(error, match=message):
+def test_options_that_are_of_no_use_are_named(options, error, named):
+    with pytest.raises(error, match=named):
         correct_batch(tensors(all_timesteps=ROLLOUT), {}, **options)
 
 
 def test_a_data_proto_without_tensors_is_named():
-    with pytest.raises(BatchError, match="the Proto holds no tensors"):
+    with pytest.raises(BatchError, match="the Proto .*rollout_log_probs"):
         correct_batch(Proto(batch=None), RolloutCorrectionConfig.bypass_ppo_clip())
 
 
 @pytest.mark.parametrize("wrap", [dict, TensorDict, lambda tensors: Proto(TensorDict(tensors))])
 def test_what_a_batch_lacks_is_named_in_every_container(wrap):
-    with pytest.raises(BatchError, match="rollout_log_probs is not in the batch, which has old_log_probs;"):
+    with pytest.raises(BatchError, match="^rollout_log_probs .* old_log_probs;"):
         correct_batch(wrap({"old_log_probs": ROLLOUT}), RolloutCorrectionConfig.seq_is())

@@ -305,9 +305,7 @@ def test_losses_of_means_say_that_bypass_mode_has_none(registry, name):
     register_losses(RolloutCorrectionConfig.bypass_ppo_clip())
     inputs = step_inputs()
     del inputs["data"]["old_prev_sample_mean"], inputs["config"]
-    with pytest.raises(
-        ConfigError, match=f"loss_mode={name} needs old_prev_sample_mean.*use flow_grpo or dance_grpo"
-    ):
+    with pytest.raises(ConfigError, match=f"loss_mode={name} .*old_prev_sample_mean.*use flow_grpo "):
         registry.DIFFUSION_LOSS_REGISTRY[name].validate_inputs(loss_name=name, **inputs)
 
 
@@ -322,30 +320,33 @@ def test_registered_losses_correct_in_bypass_mode(registry, name):
 
 @pytest.mark.parametrize("config", [RolloutCorrectionConfig.seq_is(), RolloutCorrectionConfig.bypass_pg_is()])
 def test_only_a_correction_of_single_steps_can_be_registered(config):
-    with pytest.raises(ConfigError, match=r"give bypass_mode: true.*scope: step, or leave it out"):
+    named = f"bypass_mode={config.bypass_mode}, bypass_scope='{config.bypass_scope}'"
+    with pytest.raises(ConfigError, match=named):
         register_losses(config)
 
 
 @pytest.mark.parametrize(
-    ("correction", "reason"),
+    ("correction", "threshold", "reason"),
     [
-        (RolloutCorrectionConfig.bypass_ppo_clip_auto_rs(), "earlier training steps.*would reject nothing"),
+        (RolloutCorrectionConfig.bypass_ppo_clip_auto_rs(), "'auto'", "earlier training steps"),
         (
             RolloutCorrectionConfig(bypass_mode=True, rollout_rs="step_z", rollout_rs_threshold=6.0),
+            "6.0",
             "earlier training steps",
         ),
         (
             RolloutCorrectionConfig(bypass_mode=True, rollout_rs="step_kl", rollout_rs_threshold=1e-3),
+            "0.001",
             "step means",
         ),
     ],
 )
-def test_bounds_that_a_micro_batch_cannot_have_are_refused(correction, reason):
-    with pytest.raises(ConfigError, match=f"{reason}.*give fixed bounds"):
+def test_bounds_that_a_micro_batch_cannot_have_are_refused(correction, threshold, reason):
+    with pytest.raises(ConfigError, match=f"rollout_rs_threshold={threshold}, .*{reason}"):
         register_losses(correction)
 
 
 def test_without_verl_omni_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "verl_omni.trainer.diffusion.diffusion_algos", None)
-    with pytest.raises(MissingExtraError, match=r"needs verl-omni; install it with: pip install git\+https"):
+    with pytest.raises(MissingExtraError, match=r"^register_losses .*git\+https"):
         register_losses()

@@ -45,9 +45,7 @@ HALF = Engine(build="rollout.test_build:WithoutClose")
 
 def test_an_engine_without_methods_is_refused_with_their_names():
     config = load("tiny_jpeg_lora", ["rollout.name=rollout.test_build:HALF", "rollout.emulate=none"])
-    with pytest.raises(
-        ConfigError, match=r"WithoutClose without restore, sync, close; an engine has history"
-    ):
+    with pytest.raises(ConfigError, match=r"test_build:HALF: .* restore, sync, close; "):
         build_backend(config, None, merge=None, base=None, probe=None)
 
 

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flowcorr.errors import ConfigError
+from flowcorr.errors import ConfigError, MissingExtraError
 from flowcorr.trackers import JsonlTracker, SwanLabTracker, TensorBoardTracker, WandbTracker, build_trackers
 
 
@@ -18,26 +18,35 @@ def test_jsonl_comes_first_and_nothing_twice():
     assert [type(tracker) for tracker in trackers.values()] == [JsonlTracker, TensorBoardTracker]
 
 
-def test_unknown_tracker_is_refused():
-    with pytest.raises(ConfigError, match=r"trainer.trackers='tensorbord'.*did you mean tensorboard"):
-        build_trackers(["tensorbord"])
-
-
-def test_a_tracker_of_ones_own_is_imported(tmp_path, monkeypatch):
+@pytest.fixture
+def my_trackers(tmp_path, monkeypatch):
+    """A module with one tracker, `Mine`, on the path."""
     (tmp_path / "my_trackers.py").write_text("class Mine:\n    def finish(self): ...\n\nnumber = 3\n")
     monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_a_tracker_of_ones_own_is_imported(my_trackers):
     assert [type(tracker).__name__ for tracker in build_trackers(["my_trackers:Mine"]).values()] == [
         "JsonlTracker",
         "Mine",
     ]
-    with pytest.raises(
-        ConfigError, match=r"trainer\.trackers='my_trackers:number' is of type int; name a class"
-    ):
-        build_trackers(["my_trackers:number"])
-    with pytest.raises(
-        ConfigError, match="trainer.trackers='my_trackers:Other': the module my_trackers has no"
-    ):
-        build_trackers(["my_trackers:Other"])
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [("tensorbord", r"tensorboard\?"), ("my_trackers:number", " int;"), ("my_trackers:Other", "no 'Other';")],
+)
+def test_a_name_of_no_tracker_is_refused(my_trackers, name, named):
+    with pytest.raises(ConfigError, match=rf"trainer\.trackers='{name}'.*{named}"):
+        build_trackers([name])
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "wandb", "swanlab"])
+def test_a_missing_package_is_said_before_a_model_is_loaded(monkeypatch, package):
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match=rf"^tracker {package} .*flowcorr\[{package}\]"):
+        build_trackers([package])
 
 
 @pytest.mark.parametrize(("tracker", "package"), [(WandbTracker, "wandb"), (SwanLabTracker, "swanlab")])

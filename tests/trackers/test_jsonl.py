@@ -1,5 +1,6 @@
 import json
 import os
+import re
 
 import numpy as np
 import pytest
@@ -77,23 +78,22 @@ def test_reader_skips_what_is_incomplete(tmp_path):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        (b'{"step": 2, "loss": "high"}', "line 2: loss='high' must be a number or null"),
-        (b'{"step": 2, "loss": true}', "loss=True must be a number or null"),
-        (b'{"step": 2, "loss": [1, 2]}', "loss=[1, 2] must be a number or null"),
+        (b'{"step": 2, "loss": "high"}', "loss='high' "),
+        (b'{"step": 2, "loss": true}', "loss=True "),
+        (b'{"step": 2, "loss": [1, 2]}', "loss=[1, 2] "),
         (b'{"step": 2, "loss": 1e305}', "loss=1e+305 must be a number up to 1e+300"),
-        (b'{"step": 2, "loss": 1' + b"0" * 400 + b"}", "must be a number up to 1e+300"),
-        (b'{"step": 2, "loss": 1' + b"0" * 5000 + b"}", "digits"),
+        (b'{"step": 2, "loss": 1' + b"0" * 400 + b"}", "number up to 1e+300"),
+        (b'{"step": 2, "loss": 1' + b"0" * 5000 + b"}", "5001 digits"),
         (b'{"step": 1, "loss": 2}', "step 1 has loss already"),
-        (b'{"step": 2, "a\\u001b[31m": 2}', "is no name of a metric"),
-        (b'{"step": 2, "\\ud800": 2}', "is no name of a metric"),
+        (b'{"step": 2, "a\\u001b[31m": 2}', r"'a\x1b[31m' "),
+        (b'{"step": 2, "\\ud800": 2}', r"'\ud800' "),
     ],
 )
 def test_a_value_that_is_no_metric_is_left_out(line, says, tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "loss": 1.0}\n' + line + b'\n{"step": 3, "loss": 3.0}\n')
-    with pytest.warns(UserWarning, match="left out 1 lines or values, the first at") as caught:
+    with pytest.warns(UserWarning, match=f"out 1 .* line 2: .*{re.escape(says)}"):
         records = read_metrics(path)
-    assert says in str(caught[0].message)
     assert [record["loss"] for record in records if "loss" in record] == [1.0, 3.0]
 
 
@@ -117,7 +117,7 @@ def test_a_value_that_is_no_metric_is_left_out(line, says, tmp_path):
 def test_a_line_that_is_no_record_is_left_out(line, tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "loss": 1.0}\n' + line + b'\n{"step": 3, "loss": 3.0}\n')
-    with pytest.warns(UserWarning, match="left out 1 lines or values, the first at line 2: ") as caught:
+    with pytest.warns(UserWarning, match="out 1 .* line 2: ") as caught:
         records = read_metrics(path)
     assert len(str(caught[0].message)) < 500
     assert records == [{"step": 1, "loss": 1.0}, {"step": 3, "loss": 3.0}]
@@ -135,30 +135,27 @@ def test_records_come_in_the_order_of_their_steps(tmp_path):
 
 
 def test_a_file_that_is_none_or_too_large_is_refused(tmp_path):
-    pipe, empty = (tmp_path / name for name in ("pipe", "empty"))
+    pipe, large = (tmp_path / name for name in ("pipe", "large"))
     os.mkfifo(pipe)
-    for path in (pipe, tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(ConfigError, match=f"{path.name} must be a file of at most"):
+    large.touch()
+    os.truncate(large, MAX_BYTES + 1)
+    for path in (pipe, tmp_path, tmp_path / "nowhere", large):
+        with pytest.raises(ConfigError, match=f"^{path} .* {MAX_BYTES} bytes$"):
             read_metrics(path)
-    empty.touch()
-    os.truncate(empty, MAX_BYTES + 1)
-    with pytest.raises(ConfigError, match="must be a file of at most"):
-        read_metrics(empty)
 
 
 def test_full_disk_is_reported(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     tracker = JsonlTracker()
     tracker.start("run", tmp_path)
-    with pytest.raises(BackendError, match=r"metrics\.jsonl cannot be written \(No space left"):
-        tracker.log({"loss": 1.0}, 1)
-    with pytest.raises(BackendError, match="No space left"):
-        tracker.finish("finished")
+    for write in (lambda: tracker.log({"loss": 1.0}, 1), lambda: tracker.finish("finished")):
+        with pytest.raises(BackendError, match=r"metrics\.jsonl .*No space left"):
+            write()
 
 
 def test_folder_that_cannot_be_made_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(BackendError, match="cannot be written"):
+    with pytest.raises(BackendError, match=r"file/metrics\.jsonl .*File exists"):
         JsonlTracker().start("run", tmp_path / "file")
 
 

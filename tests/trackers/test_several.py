@@ -69,7 +69,7 @@ def test_without_the_folder_the_run_cannot_go_on_but_the_others_get_the_step(tmp
     whole = Noted()
     trackers = Trackers({"jsonl": JsonlTracker(), "whole": whole}, pytest.fail)
     trackers.start("run", tmp_path, {}, None)
-    with pytest.raises(BackendError, match=r"metrics\.jsonl cannot be written"):
+    with pytest.raises(BackendError, match=r"metrics\.jsonl .*No space left"):
         trackers.log({"loss": 1.0}, 1)
     assert whole.calls == ["start", "log_config", "log"]
 

@@ -1,7 +1,6 @@
 import errno
 import io
 import os
-import sys
 
 import pytest
 from PIL import Image
@@ -11,8 +10,8 @@ pytest.importorskip("tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from flowcorr.errors import BackendError, MissingExtraError
-from flowcorr.trackers import TensorBoardTracker, build_trackers
+from flowcorr.errors import BackendError
+from flowcorr.trackers import TensorBoardTracker
 
 
 def read(folder):
@@ -61,10 +60,9 @@ def test_a_full_disk_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(SummaryWriter, "close", fail)
     tracker = TensorBoardTracker()
     tracker.start("run", tmp_path)
-    with pytest.raises(BackendError, match="tensorboard cannot be written .No space left on device"):
-        tracker.log({"actor/loss": 1.0}, 1)
-    with pytest.raises(BackendError, match="tensorboard cannot be written .No space left on device"):
-        tracker.finish("finished")
+    for write in (lambda: tracker.log({"actor/loss": 1.0}, 1), lambda: tracker.finish("finished")):
+        with pytest.raises(BackendError, match=f"^{tmp_path}/tensorboard .*No space left"):
+            write()
     tracker.finish("finished")
 
 
@@ -95,12 +93,3 @@ def test_a_video_is_an_animated_image(tmp_path, video):
 
 def test_finish_without_start_does_nothing():
     TensorBoardTracker().finish("finished")
-
-
-def test_a_missing_package_is_said_before_a_model_is_loaded(monkeypatch):
-    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(
-        MissingExtraError, match=r"tracker tensorboard needs tensorboard; .*flowcorr\[tensorboard\]"
-    ):
-        build_trackers(["tensorboard"])

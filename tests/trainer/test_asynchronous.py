@@ -197,7 +197,7 @@ def test_samples_older_than_the_bound_are_dropped_and_counted(tmp_path):
     assert told == [("stale_dropped", {"samples": 3, "of": 6, "oldest": 2})]
 
     run.engine.sample = lambda *args, **kwargs: all_old(sample(*args, **kwargs))
-    with pytest.raises(BackendError, match="2 or more training steps old, and at most 1 are allowed"):
+    with pytest.raises(BackendError, match=" 2 or .* most 1 "):
         train_step(run, 4, lambda phase: None)
 
 
@@ -212,12 +212,12 @@ def test_failed_rewards_are_recorded(tmp_path):
     told = []
     run, _ = build_run(settings, on_event=lambda kind, **fields: told.append((kind, fields)))
     run.engine.sync(run.actor.weights.snapshot())
-    with pytest.raises(BackendError, match="failed in every group"):
+    with pytest.raises(BackendError, match="6 of 6 samples"):
         train_step(run, 1, lambda phase: None)
     assert told == [("reward_failed", {"samples": 6, "of": 6})]
     strict = replace(settings.reward, on_error="fail")
     run.config = replace(settings, reward=strict)
-    with pytest.raises(BackendError, match="failed on sample 0") as caught:
+    with pytest.raises(BackendError, match=r"sample 0 \(prompt ") as caught:
         train_step(run, 1, lambda phase: None)
     kind, fields = told[1]
     assert (kind, fields["error"][:60]) == ("reward_failed", str(caught.value)[:60])

@@ -52,30 +52,23 @@ def rewrite(folder, **facts):
 
 
 @pytest.mark.parametrize(
-    ("found", "message"),
+    ("found", "named"),
     [
-        (
-            4,
-            "step_000003 has format 4, and this flowcorr reads format 3: a newer .*; update flowcorr to continue",
-        ),
-        (1, "step_000003 has format 1, and this flowcorr reads format 3: an older flowcorr wrote it"),
-        (
-            None,
-            "step_000003 has no format, .* an older flowcorr wrote it; .* or start a new run in another folder",
-        ),
-        (0, "step_000003 has format 0, .* an older flowcorr wrote it"),
-        ("2", "step_000003 has format 2, .* an older flowcorr wrote it"),
+        (4, "format 4, .*format 3: a newer"),
+        (1, "format 1, .*format 3: an older .*model.lora.warm_start"),
+        (None, "no format, .*format 3: an older"),
+        (0, "format 0, .*format 3: an older"),
+        ("2", "format 2, .*format 3: an older"),
     ],
 )
-def test_another_format_is_named_and_never_passed_over(tmp_path, found, message):
+def test_another_format_is_named_and_never_passed_over(tmp_path, found, named):
     """The checkpoint before it is not used: training from there would delete this one."""
     save(tmp_path, 2)
     folder = save(tmp_path, 3)
     rewrite(folder, format=found)
-    with pytest.raises(FormatError, match=message):
-        checkpoint.load(folder)
-    with pytest.raises(FormatError, match=message):
-        checkpoint.load_latest(tmp_path)
+    for load, place in ((checkpoint.load, folder), (checkpoint.load_latest, tmp_path)):
+        with pytest.raises(FormatError, match=f"step_000003 has {named}"):
+            load(place)
     assert names(tmp_path) == ["step_000002", "step_000003"]
 
 
@@ -84,7 +77,7 @@ def test_a_newer_format_may_have_other_files(tmp_path):
     rewrite(folder, format=checkpoint.FORMAT + 1)
     (folder / "state.safetensors").rename(folder / "state_0.safetensors")
     (folder / "manifest.json").unlink()
-    with pytest.raises(FormatError, match="a newer flowcorr wrote it"):
+    with pytest.raises(FormatError, match=f"step_000003 .*format {checkpoint.FORMAT + 1}, .*newer"):
         checkpoint.load_latest(tmp_path)
 
 
@@ -140,19 +133,17 @@ def test_one_that_cannot_be_read_is_not_passed_over(tmp_path, monkeypatch):
 
     _, newest, open_file = save(tmp_path, 1), save(tmp_path, 2), Path.open
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(
-        UnreadableError, match=r"step_000002 cannot be read .*Permission denied.*; make it readable"
-    ):
+    with pytest.raises(UnreadableError, match=r"step_000002 .*Permission denied: '.*state\.safetensors'"):
         checkpoint.load_latest(tmp_path)
     monkeypatch.undo()
     assert checkpoint.load_latest(tmp_path)[1].step == 2
 
 
 def test_no_intact_one_is_an_error(tmp_path):
-    with pytest.raises(CheckpointError, match="holds no checkpoint yet"):
+    with pytest.raises(CheckpointError, match=f"^{tmp_path} holds no"):
         checkpoint.load_latest(tmp_path)
     (save(tmp_path, 1) / "state.json").unlink()
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is intact.*step_000001 is damaged"):
+    with pytest.raises(CheckpointError, match=r"intact; .*step_000001 .*: state\.json "):
         checkpoint.load_latest(tmp_path)
 
 
@@ -253,7 +244,7 @@ def test_a_full_disk_leaves_the_previous_one(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"step 2 could not be written .*step_000001. Make room"):
+        with pytest.raises(CheckpointError, match=r"step 2 .*step_000001\."):
             checkpoint.save(tmp_path, large, write_adapter)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -265,7 +256,7 @@ def test_an_adapter_that_cannot_be_written_leaves_the_previous_one(tmp_path):
     def full(folder):
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(CheckpointError, match=r"No space left on device.*one before it is none"):
+    with pytest.raises(CheckpointError, match=r"step 10 .*\[Errno 28\].* none\."):
         checkpoint.save(tmp_path / "checkpoints", state(), full)
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
@@ -274,7 +265,7 @@ def test_an_adapter_that_cannot_be_written_leaves_the_previous_one(tmp_path):
 def test_a_folder_without_permission_is_an_error(tmp_path):
     tmp_path.chmod(0o500)
     try:
-        with pytest.raises(CheckpointError, match="could not be written"):
+        with pytest.raises(CheckpointError, match="step 1 .*Permission denied"):
             save(tmp_path / "checkpoints", 1)
     finally:
         tmp_path.chmod(0o700)
@@ -291,7 +282,7 @@ def test_what_is_no_file_is_not_waited_for(name, make, tmp_path):
     folder = save(tmp_path, 3)
     (folder / name).unlink()
     make(folder / name)
-    with pytest.raises(CheckpointError, match=f"damaged or incomplete: {name} is no file"):
+    with pytest.raises(CheckpointError, match=f"step_000003 .*: {name} .*no file$"):
         checkpoint.load(folder)
 
 
@@ -299,7 +290,7 @@ def test_a_manifest_that_names_a_device_is_not_read(tmp_path):
     folder = save(tmp_path, 3)
     digests = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(digests | {"/dev/zero": ""}))
-    with pytest.raises(CheckpointError, match="zero is no file"):
+    with pytest.raises(CheckpointError, match="step_000003 .*: /dev/zero "):
         checkpoint.load(folder)
 
 

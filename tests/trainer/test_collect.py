@@ -47,11 +47,8 @@ def prepared():
 def test_a_sample_whose_pixels_overflow_fails_by_name(prepared, placement):
     run, _, place = prepared(f"reward.placement={placement}")
     group, member = divmod(place, 2)
-    with pytest.raises(
-        BackendError, match=r"VAE are damaged.*overflow even in model\.dtype=float32"
-    ) as caught:
+    with pytest.raises(BackendError, match=rf"sample {place} .*VAE .*model\.dtype=float32") as caught:
         train_step(run, 1, lambda phase: None)
-    assert f"sample {place} (" in str(caught.value)
     assert f"image {member} of group {group}:" in str(caught.value)
     assert "(1 of 4" in str(caught.value)
     assert "reward.on_error: drop_group" in str(caught.value)
@@ -99,7 +96,7 @@ def test_no_reward_sees_it_and_no_statistic_does(prepared):
 def test_where_all_overflow_nothing_is_left(prepared):
     run, _, _ = prepared("reward.on_error=drop_group")
     overflow(run.actor.family.pipeline.vae)
-    with pytest.raises(BackendError, match="a sample failed in every group of this step"):
+    with pytest.raises(BackendError, match="4 of 4 samples"):
         train_step(run, 1, lambda phase: None)
 
 
@@ -136,7 +133,7 @@ def test_an_engine_that_gives_nothing_to_judge_is_refused(prepared):
     run.engine.sample = lambda *args, **kwargs: replace(
         sample(*args, **kwargs), finite_images=None, final_latents=None
     )
-    with pytest.raises(BackendError, match=r"neither Rollout.finite_images nor Rollout.final_latents"):
+    with pytest.raises(BackendError, match=r"Rollout\.finite_images .*Rollout\.final_latents"):
         collect(run, run.prompts.next(2), range(2), 1)
 
 
@@ -157,31 +154,25 @@ def test_an_evaluation_follows_the_same_rule():
     statistics = image_statistics(np.delete(evaluation.images, place, axis=0))
     assert evaluation.metrics["eval/image/saturated"] == statistics["saturated"].mean()
     run.config = replace(run.config, reward=replace(run.config.reward, on_error="fail"))
-    message = (
-        rf"sample {place} .*failed: held-out image {place}: its latents are finite.*model\.dtype=float32"
-    )
-    with pytest.raises(BackendError, match=message):
+    with pytest.raises(BackendError, match=rf"held-out image {place}: .*VAE .*model\.dtype=float32"):
         evaluate(run, data.heldout)
     run.config = replace(run.config, reward=replace(run.config.reward, on_error="drop_group"))
     overflow(family.pipeline.vae)
-    with pytest.raises(BackendError, match="eval/reward has no score: 4 of 4 held-out images failed"):
+    with pytest.raises(BackendError, match="eval/reward .*: 4 of 4 "):
         evaluate(run, data.heldout)
     run.close()
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "named"),
     [
-        (lambda rollout: None, "returned a NoneType"),
-        (
-            lambda rollout: rollout.only(torch.tensor([0, 1])),
-            r"returned 2 samples of the groups \[0\] where .* of \[0, 1",
-        ),
+        (lambda rollout: None, r"NoneType; .*flowcorr\.records\.Rollout"),
+        (lambda rollout: rollout.only(torch.tensor([0, 1])), r" 2 samples .* \[0\] .* \[0, 1\]: "),
     ],
 )
-def test_what_is_no_rollout_of_the_groups_ends_the_run(prepared, monkeypatch, spoil, told):
+def test_what_is_no_rollout_of_the_groups_ends_the_run(prepared, monkeypatch, spoil, named):
     run, _, _ = prepared()
     sample = run.engine.sample
     monkeypatch.setattr(run.engine, "sample", lambda *args, **given: spoil(sample(*args, **given)))
-    with pytest.raises(BackendError, match=told):
+    with pytest.raises(BackendError, match=named):
         train_step(run, 1, lambda phase: None)

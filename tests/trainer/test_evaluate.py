@@ -122,22 +122,31 @@ def test_an_image_that_gold_cannot_score_is_left_out_for_all_rewards(picky, tmp_
     assert evaluation.metrics["eval/failed_samples"] == 1
 
 
-def test_an_evaluation_without_any_score_says_why(picky, tmp_path):
-    message = r"eval/reward has no score: 2 of 2 held-out images failed.*data\.heldout_path"
-    with pytest.raises(BackendError, match=message):
-        trainer.train(picky(["pig", "grey"]), tmp_path / "run")
+ANIMALS = "{name: 'picky:picky', tags: [animal], options: {words: [pig]}}"
 
 
-def test_an_evaluation_without_a_score_of_the_best_metric_says_so(picky, tmp_path):
-    own = "{name: 'picky:picky', tags: [animal], options: {words: [pig]}}"
-    terms = f"reward.terms=[{{name: jpeg_compressibility}}, {own}]"
-    with pytest.raises(BackendError, match=r"eval/picky has no score: 1 of 2"):
-        trainer.train(picky([], terms, "trainer.best_metric=eval/picky"), tmp_path / "run")
+@pytest.mark.parametrize(
+    ("words", "overrides", "named"),
+    [
+        (["pig", "grey"], [], "eval/reward .*: 2 of 2 "),
+        (
+            [],
+            [
+                f"reward.terms=[{{name: jpeg_compressibility}}, {ANIMALS}]",
+                "trainer.best_metric=eval/picky",
+            ],
+            "eval/picky .*: 1 of 2 ",
+        ),
+    ],
+)
+def test_an_evaluation_without_a_score_of_the_best_metric_says_so(picky, tmp_path, words, overrides, named):
+    with pytest.raises(BackendError, match=rf"{named}.*data\.heldout_path"):
+        trainer.train(picky(words, *overrides), tmp_path / "run")
 
 
 def test_tags_are_checked_before_a_model_is_loaded(tagged, tmp_path):
     settings = tagged("reward.terms=[{name: 'zoo:zoo', tags: [animal]}]", "model.path=nowhere")
-    with pytest.raises(ConfigError, match="no term of reward.terms scores prompts with the tag 'colour'"):
+    with pytest.raises(ConfigError, match=r"reward\.terms .* tag 'colour';"):
         trainer.train(settings, tmp_path / "run")
 
 
@@ -175,9 +184,7 @@ def test_an_evaluation_keeps_the_images_that_are_shown(finished, monkeypatch):
 def test_an_evaluation_may_have_its_own_size(finished):
     size = ("trainer.eval_height=16", "trainer.eval_width=48")
     assert trainer.evaluate_run(finished, overrides=size)[1].images.shape == (4, 16, 48, 3)
-    with pytest.raises(
-        ConfigError, match="trainer.eval_height=17, trainer.eval_width=None: .* must be a multiple"
-    ):
+    with pytest.raises(ConfigError, match=r"trainer\.eval_height=17, trainer\.eval_width=None: .* 16$"):
         trainer.evaluate_run(finished, overrides=("trainer.eval_height=17",))
 
 
@@ -191,13 +198,16 @@ def test_an_evaluation_restores_no_optimizer(finished, monkeypatch):
     assert trainer.evaluate_run(finished, which="last")[1].metrics
 
 
-def test_evaluate_run_refuses_what_does_not_fit(finished, tmp_path):
-    with pytest.raises(CheckpointError, match=r"does not fit this run: .*shape"):
-        trainer.evaluate_run(finished, which="last", overrides=("model.lora.rank=2",))
-    with pytest.raises(CheckpointError, match="'latest' is not a folder; give best, last"):
-        trainer.evaluate_run(finished, which="latest")
-    with pytest.raises(ConfigError, match="holds no run"):
-        trainer.evaluate_run(tmp_path)
+@pytest.mark.parametrize(
+    ("which", "overrides", "named"),
+    [
+        ("last", ["model.lora.rank=2"], r"step_000004 .*to_q\.lora_A.* \[4, 96\] .* \[2, 96\]$"),
+        ("latest", [], "checkpoint='latest' .*; give best, last "),
+    ],
+)
+def test_evaluate_run_refuses_what_does_not_fit(finished, which, overrides, named):
+    with pytest.raises(CheckpointError, match=named):
+        trainer.evaluate_run(finished, which=which, overrides=overrides)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Runs that fail: what is saved, and what the folder says."""
 
 import math
+import re
 import resource
 import signal
 from dataclasses import replace
@@ -27,9 +28,7 @@ def test_a_full_disk_stops_the_run_with_its_last_checkpoint_intact(tmp_path):
         3, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, limits[1])), phase="rollout"
     )
     try:
-        with pytest.raises(
-            CheckpointError, match=r"step 4 could not be written .* the one before it is .*step_000002"
-        ):
+        with pytest.raises(CheckpointError, match=r"step 4 .*step_000002\."):
             trainer.train(small_config(), tmp_path, observer=recorder)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -61,7 +60,7 @@ def test_a_failing_reward_saves_what_came_before_it(plain_runs, fragile, tmp_pat
     monkeypatch.setattr(CountingTracker, "calls", calls, raising=False)
     settings = small_config(overrides(), "trainer.trackers=[counting]", "trainer.total_steps=2")
     folder = tmp_path / "run"
-    with pytest.raises(BackendError, match="the scorer is gone") as caught:
+    with pytest.raises(BackendError, match=r"Fragile .*sample 0 .*RuntimeError: ") as caught:
         trainer.train(settings, folder, observer=Recorder(2, flag.touch, phase="rollout"))
     assert calls == ["start", "log 0", "log 1", "failed"]
     assert str(caught.value) in (folder / "failure.txt").read_text()
@@ -87,7 +86,7 @@ def test_a_reward_that_fails_at_an_evaluation_costs_no_training_step(plain_runs,
     overrides, flag = fragile
     settings = small_config(overrides(), "trainer.save_every=99", "trainer.total_steps=3")
     folder = tmp_path / "run"
-    with pytest.raises(BackendError, match="the scorer is gone"):
+    with pytest.raises(BackendError, match=r"Fragile .*sample 0 .*RuntimeError: "):
         trainer.train(settings, folder, observer=Recorder(2, flag.touch))
     flag.unlink()
     trainer.train(settings, folder, resume=True, observer=(recorder := Recorder()))
@@ -115,7 +114,7 @@ def test_a_run_that_other_code_exits_has_failed(error, tmp_path):
     def leave():
         raise error
 
-    with pytest.raises(BackendError, match=f"{type(error).__name__}.* was raised during the run"):
+    with pytest.raises(BackendError, match=re.escape(repr(error))):
         trainer.train(small_config(), tmp_path, observer=Recorder(1, leave, phase="update"))
     assert type(error).__name__ in (tmp_path / "failure.txt").read_text()
     assert read_events(tmp_path / "events.jsonl")[-1]["kind"] == "failure"
@@ -127,11 +126,11 @@ def test_a_run_that_other_code_exits_has_failed(error, tmp_path):
 )
 def test_a_step_that_cannot_be_shown_is_kept(plain_runs, tmp_path, step, error):
     def fail():
-        raise error("standard output is closed")
+        raise error("stdout=closed")
 
     total = f"trainer.total_steps={step + 1}"
     settings = small_config("trainer.save_every=99", "trainer.dump_log_probs=true", total)
-    with pytest.raises(error, match="standard output is closed"):
+    with pytest.raises(error, match="stdout=closed"):
         trainer.train(settings, tmp_path, observer=Recorder(step, fail))
     trainer.train(settings, tmp_path, resume=True, observer=(recorder := Recorder()))
     assert recorder.steps == [step + 1]
@@ -227,7 +226,7 @@ def test_trackers_get_the_images_of_an_evaluation(tmp_path, monkeypatch):
 def test_a_file_that_cannot_be_written_costs_no_training_step(plain_runs, tmp_path, override, name):
     settings, obstacle = small_config(override, *TWO_STEPS), tmp_path / name
     recorder = Recorder(1, lambda: obstacle.mkdir(parents=True), phase="rollout")
-    with pytest.raises(BackendError, match="cannot be written|could not be written"):
+    with pytest.raises(BackendError, match=f"^{obstacle} "):
         trainer.train(settings, tmp_path, observer=recorder)
     assert records(tmp_path) == records(plain_runs[0])[:2]
     obstacle.rmdir()
@@ -283,7 +282,7 @@ def test_drop_group_trains_on_the_rest(fragile, tmp_path):
 
 
 def test_diverged_weights_stop_the_run(tmp_path):
-    with pytest.raises(BackendError, match="failed: image 0 of group 0: its latents are not finite"):
+    with pytest.raises(BackendError, match=r"sample 0 .*: its latents .*actor\.lr "):
         trainer.train(small_config("actor.lr=1e30", "trainer.eval_every=0"), tmp_path)
     assert "not finite" in (tmp_path / "failure.txt").read_text()
 
@@ -291,26 +290,25 @@ def test_diverged_weights_stop_the_run(tmp_path):
 def test_a_config_of_ones_own_is_held_to_the_rules_across_sections(tmp_path):
     config = small_config()
     too_many = replace(config, actor=replace(config.actor, mini_batches=9))
-    with pytest.raises(ConfigError, match=r"actor\.mini_batches=9 does not fit rollout\.prompts_per_step="):
+    with pytest.raises(ConfigError, match=r"actor\.mini_batches=9 .*rollout\.prompts_per_step=2: "):
         trainer.train(too_many, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_an_unknown_best_metric_is_named_and_leaves_the_folder_free(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"trainer.best_metric='eval/rewards' is unknown.*did you mean eval/reward\?"
-    ):
+    with pytest.raises(ConfigError, match=r"trainer\.best_metric='eval/rewards' .*eval/reward\?"):
         trainer.train(small_config("trainer.best_metric=eval/rewards"), tmp_path)
     run_folder.claim(tmp_path, small_config(), resume=False)
 
 
-def test_what_is_quick_to_fail_fails_before_the_model_loads(fragile, tmp_path):
-    nowhere = "model.path=/nowhere"
-    with pytest.raises(MissingExtraError):
-        trainer.train(
-            small_config(nowhere, "reward.terms=[{name: 'fragile_reward:Unavailable'}]"), tmp_path / "a"
-        )
-    with pytest.raises(ConfigError, match=r"trainer.trackers='tensorbord'"):
-        trainer.train(small_config(nowhere, "trainer.trackers=[tensorbord]"), tmp_path / "b")
-    with pytest.raises(ConfigError, match=r"trainer.device='gpu' cannot be used here"):
-        trainer.train(small_config(nowhere, "trainer.device=gpu"), tmp_path / "c")
+@pytest.mark.parametrize(
+    ("override", "error", "named"),
+    [
+        ("reward.terms=[{name: 'fragile_reward:Unavailable'}]", MissingExtraError, "nosuch"),
+        ("trainer.trackers=[tensorbord]", ConfigError, r"trainer\.trackers='tensorbord'"),
+        ("trainer.device=gpu", ConfigError, r"trainer\.device='gpu'"),
+    ],
+)
+def test_what_is_quick_to_fail_fails_before_the_model_loads(fragile, tmp_path, override, error, named):
+    with pytest.raises(error, match=named):
+        trainer.train(small_config("model.path=/nowhere", override), tmp_path / "run")

@@ -102,39 +102,36 @@ def test_what_is_allowed_is_imported(module, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "named"),
     [
-        (b"", "holds no run"),
-        (b"\xff\xfe", "is not UTF-8 text"),
-        (b"a: [", "not valid YAML"),
-        (b"- 1\n- 2\n", "must hold sections of keys, and this is a list"),
-        (b"step,loss\n1,2\n", "must hold sections of keys, and this is a str"),
-        (b"trainer: {seed: 1, seed: 2}", "the key 'seed' is given twice"),
-        (b"actor: {loss_mode: 7}", "actor.loss_mode=7 must be text"),
-        (b'actor: {loss_mode: "a:b\\nc"}', r"'a:b\\nc' must be the name of code"),
-        (b"actor: {loss_mode: ':'}", "':' must be the name of code of one's own, package.module:name"),
-        (b"actor: {lr: .nan}", "actor.lr=nan is out of range"),
-        (b"actor: {lr: 1e400}", "the number 1e400 is beyond float64"),
-        (b"trainer: {seed: 1" + b"0" * 5000 + b"}", "has more than 19 digits"),
-        (
-            b"model: {path: '${oc.env:HOME}'}",
-            r"line 1 holds an interpolation, \$\{...\}; write the value itself",
-        ),
-        (b"model: {path: '\\\\${oc.env:HOME}'}", "line 1 holds an interpolation"),
-        (b"trainer: !!python/object/apply:os.system [id]", "the tag .* is not read"),
-        (b"a: " + b"[" * 10**4, "more than 20000 values, or 50 levels"),
-        (b"# " + b"a" * 10**6, "the file is too large"),
+        (b"", "config.yaml is missing"),
+        (b"\xff\xfe", "UTF-8 .* byte 0 "),
+        (b"a: [", r"YAML: .*\(line 1, column 5\)"),
+        (b"- 1\n- 2\n", "sections of keys, .* list "),
+        (b"step,loss\n1,2\n", "sections of keys, .* str "),
+        (b"trainer: {seed: 1, seed: 2}", "'seed' .* twice"),
+        (b"actor: {loss_mode: 7}", "actor.loss_mode=7 .* text"),
+        (b'actor: {loss_mode: "a:b\\nc"}', r"'a:b\\nc' .* package.module:name"),
+        (b"actor: {loss_mode: ':'}", "':' .* package.module:name"),
+        (b"actor: {lr: .nan}", "actor.lr=nan .* above 0"),
+        (b"actor: {lr: 1e400}", "1e400 .* float64"),
+        (b"trainer: {seed: 1" + b"0" * 5000 + b"}", r"10000000000000000000\.\.\. .* 19 digits"),
+        (b"model: {path: '${oc.env:HOME}'}", r"line 1 .* \$\{...\};"),
+        (b"model: {path: '\\\\${oc.env:HOME}'}", r"line 1 .* \$\{...\};"),
+        (b"trainer: !!python/object/apply:os.system [id]", "tag .*apply:os.system "),
+        (b"a: " + b"[" * 10**4, "20000 values, or 50 levels"),
+        (b"# " + b"a" * 10**6, "1000002 bytes, .* 1000000 "),
         (
             b'rollout: {worker_resources: {"a\\e[31m\\nb": x}}',
-            r"worker_resources.a\\x1b\[31m\\nb='x' must be a number",
+            r"worker_resources.a\\x1b\[31m\\nb='x' .* number",
         ),
-        (b"\x00" * 100, "not valid YAML"),
+        (b"\x00" * 100, "YAML: .* #x0000"),
     ],
 )
-def test_odd_files_are_refused_in_one_line(text, message, tmp_path):
+def test_odd_files_are_refused_in_one_line(text, named, tmp_path):
     if text:
         (tmp_path / "config.yaml").write_bytes(text)
-    with pytest.raises(ConfigError, match=message) as caught:
+    with pytest.raises(ConfigError, match=named) as caught:
         read_config(tmp_path)
     assert "\n" not in str(caught.value)
 
@@ -142,5 +139,5 @@ def test_odd_files_are_refused_in_one_line(text, message, tmp_path):
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
 def test_a_name_without_a_file_is_no_run(make, tmp_path):
     make(tmp_path / "config.yaml")
-    with pytest.raises(ConfigError, match="holds no run: config.yaml is missing"):
+    with pytest.raises(ConfigError, match=rf"^{tmp_path} .*: config\.yaml "):
         read_config(tmp_path)

@@ -16,7 +16,7 @@ from tests.trainer.runs import small_config
 
 
 def test_a_used_folder_needs_resume(finished):
-    with pytest.raises(ConfigError, match="already holds a run; continue it with --resume"):
+    with pytest.raises(ConfigError, match=f"^{finished} .*--resume, "):
         trainer.train(small_config(), finished)
 
 
@@ -61,7 +61,7 @@ def test_what_errors_advise_may_change(tmp_path, override):
     run_folder.claim(tmp_path, small_config(*begun), resume=False)
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
     run_folder.claim(tmp_path, small_config(*begun, override), resume=True)
-    with pytest.raises(ConfigError, match="rollout.n was"):
+    with pytest.raises(ConfigError, match=r"rollout\.n was 2, now 3"):
         run_folder.claim(tmp_path, small_config(*begun, override, "rollout.n=3"), resume=True)
 
 
@@ -93,7 +93,7 @@ def test_a_service_may_move_and_be_asked_otherwise_but_not_score_otherwise(
 def test_a_resume_that_is_refused_leaves_the_configuration_as_it_was(finished):
     before = (finished / "config.yaml").read_bytes()
     refused = small_config("trainer.best_metric=eval/rewrad", "trainer.total_steps=9")
-    with pytest.raises(ConfigError, match=r"trainer\.best_metric='eval/rewrad' is unknown"):
+    with pytest.raises(ConfigError, match=r"trainer\.best_metric='eval/rewrad' "):
         trainer.train(refused, finished, resume=True)
     assert (finished / "config.yaml").read_bytes() == before
     failure = read_events(finished / "events.jsonl")[-1]
@@ -102,18 +102,17 @@ def test_a_resume_that_is_refused_leaves_the_configuration_as_it_was(finished):
 
 def test_a_resume_that_is_refused_leaves_the_reason_of_the_failure_before(finished):
     (finished / "failure.txt").write_text("before")
-    with pytest.raises(ConfigError, match=r"trainer\.total_steps=1 is below"):
-        trainer.train(small_config("trainer.total_steps=1"), finished, resume=True)
+    before = (finished / "config.yaml").read_bytes()
+    with pytest.raises(ConfigError, match=r"trainer\.total_steps=3 .* 4 steps"):
+        trainer.train(small_config("trainer.total_steps=3"), finished, resume=True)
     assert (finished / "failure.txt").read_text() == "before"
+    assert (finished / "config.yaml").read_bytes() == before
 
 
 def test_a_run_without_its_checkpoints_is_not_started_again(finished):
     shutil.rmtree(finished / "checkpoints")
     before = (finished / "metrics.jsonl").read_bytes()
-    with pytest.raises(
-        CheckpointError,
-        match=r"holds no checkpoint, but metrics\.jsonl has records up to step 4, .*; restore the",
-    ):
+    with pytest.raises(CheckpointError, match=r"checkpoints .*metrics\.jsonl .* step 4, "):
         trainer.train(small_config(), finished, resume=True)
     assert (finished / "metrics.jsonl").read_bytes() == before
 
@@ -151,7 +150,7 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path):
         [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert other.stdout.readline() == "mine\n"
-    with pytest.raises(ConfigError, match=r"another process trains in .*; wait for it or end it, or choose"):
+    with pytest.raises(ConfigError, match=f"another process .* {tmp_path};"):
         trainer.train(small_config(), tmp_path)
     other.kill()  # as whatever ended it without a chance to tidy up
     other.wait()
@@ -163,9 +162,7 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path):
 def test_a_folder_with_files_of_something_else_is_left_as_it_is(tmp_path):
     for name in ("config.yaml", "b.py", "a.txt", "c"):
         (tmp_path / name).write_text("")
-    with pytest.raises(
-        ConfigError, match=r"not of a run \(a\.txt, b\.py, c, \.\.\.\); choose a new or empty"
-    ):
+    with pytest.raises(ConfigError, match=rf"^{tmp_path} .*\(a\.txt, b\.py, c, \.\.\.\);"):
         trainer.train(small_config(), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.py", "c", "config.yaml"]
 
@@ -181,7 +178,7 @@ def test_a_folder_of_a_run_may_hold_other_files_later(tmp_path, name):
 
 def test_claim_refuses_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="file/run .*Not a directory"):
         run_folder.claim(tmp_path / "file" / "run", small_config(), resume=False)
 
 
@@ -204,7 +201,7 @@ def test_files_that_may_hold_a_secret_are_their_owners(tmp_path):
         (tmp_path / name).write_text("")
         (tmp_path / name).chmod(0o644)
     config = small_config("trainer.total_steps=1", "reward.terms=[{name: http, options: {api_key: s3cret}}]")
-    with pytest.raises(ConfigError, match="reward http with options api_key") as caught:
+    with pytest.raises(ConfigError, match="^reward http .* api_key: ") as caught:
         trainer.train(config, tmp_path)
     written = {path.name: path for path in tmp_path.iterdir()}
     assert {"config.yaml", "events.jsonl", "failure.txt"} <= written.keys()

@@ -54,5 +54,5 @@ def test_a_base_that_does_not_fit_names_the_key(monkeypatch):
         return self
 
     monkeypatch.setattr(type(run.actor.weights.transformer), "to", full)
-    with pytest.raises(BackendError, match=r"takes 0\.\d GB beside .*: set trainer\.eval_on=trained"):
+    with pytest.raises(BackendError, match=r" 0\.\d GB .*: set trainer\.eval_on=trained"):
         evaluate(run, prompts.heldout)

@@ -19,28 +19,11 @@ from flowcorr.trainer.setup import build_run
 from tests.trainer.runs import small_config
 
 
-@pytest.mark.parametrize(
-    ("override", "package", "message"),
-    [
-        (
-            "rollout.name=vllm_omni",
-            "vllm_omni",
-            "^rollout.name=vllm_omni needs vllm-omni; .*flowcorr.vllm-omni",
-        ),
-        ("rollout.placement=ray", "ray", "^rollout.placement=ray needs ray; .*flowcorr.ray"),
-        ("reward.placement=ray", "ray", "^reward.placement=ray needs ray; .*flowcorr.ray"),
-        (
-            "actor.optimizer=adamw_8bit",
-            "bitsandbytes",
-            "^actor.optimizer=adamw_8bit needs bitsandbytes; .*flowcorr.adam8bit",
-        ),
-    ],
-)
-def test_what_is_not_installed_is_said_before_a_model_is_loaded(monkeypatch, override, package, message):
-    monkeypatch.setitem(sys.modules, package, None)
+def test_what_is_not_installed_is_said_before_a_model_is_loaded(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setattr(setup, "load_family", lambda *_, **__: pytest.fail("the model was loaded"))
-    with pytest.raises(MissingExtraError, match=message):
-        build_run(config.load("tiny_jpeg_lora", [override]))
+    with pytest.raises(MissingExtraError, match=r"rollout\.placement=ray .*flowcorr\[ray\]"):
+        build_run(config.load("tiny_jpeg_lora", ["rollout.placement=ray"]))
 
 
 @pytest.fixture
@@ -82,7 +65,10 @@ def test_rewards_are_built_where_the_trainer_computes(monkeypatch):
 
 def test_a_reward_model_that_would_run_on_a_cpu_warns(with_gpus):
     overrides = ["reward.placement=ray", "reward.terms=[{name: pickscore}]"]
-    with pytest.warns(UserWarning, match="leaves pickscore on a CPU"), pytest.raises(BackendError):
+    with (
+        pytest.warns(UserWarning, match=r" pickscore .*reward\.worker_resources={num_gpus: 0"),
+        pytest.raises(BackendError),
+    ):
         build_run(config.load("tiny_jpeg_lora", overrides))
     with pytest.raises(BackendError, match="loading"):
         build_run(config.load("tiny_jpeg_lora", [*overrides, "reward.worker_resources={num_gpus: 1}"]))
@@ -93,25 +79,24 @@ def test_images_for_a_model_that_takes_none_are_refused(tmp_path):
     lines = [{"prompt": text, "image": "a.png"} for text in "abcdefgh"]
     (tmp_path / "edits.jsonl").write_text("\n".join(map(json.dumps, lines)))
     overrides = [f"data.path={tmp_path}/edits.jsonl", "data.heldout_fraction=0.5"]
-    with pytest.raises(
-        ConfigError, match=r"edits.jsonl:\d has 1 reference images, and .* family sd3 takes 0"
-    ):
+    with pytest.raises(ConfigError, match=r"edits\.jsonl:\d has 1 .* sd3 takes 0;"):
         build_run(config.load("tiny_jpeg_lora", overrides))
 
 
-def test_a_best_metric_that_no_evaluation_yields_is_refused_at_once(monkeypatch):
+@pytest.mark.parametrize(
+    ("overrides", "choices"),
+    [
+        ((), "eval/reward, eval/reward_std"),
+        (
+            ("trainer.eval_on=both", "model.quantization=int8"),
+            "eval/reward, eval/reward_std, eval/served/reward, eval/served/reward_std",
+        ),
+    ],
+)
+def test_a_best_metric_that_no_evaluation_yields_is_refused_at_once(monkeypatch, overrides, choices):
     monkeypatch.setattr(setup, "load_family", lambda *_, **__: pytest.fail("the model was loaded"))
-    with pytest.raises(
-        ConfigError, match=r"trainer.best_metric='eval/exact_match' is unknown; choose from eval/rew"
-    ):
-        build_run(config.load("tiny_jpeg_lora", ["trainer.best_metric=eval/exact_match"]))
-
-
-def test_a_best_metric_may_be_that_of_the_served_adapter(monkeypatch):
-    monkeypatch.setattr(setup, "load_family", lambda *_, **__: pytest.fail("the model was loaded"))
-    both = ["trainer.eval_on=both", "model.quantization=int8"]
-    with pytest.raises(ConfigError, match=r"choose from eval/reward, eval/reward_std, eval/served/reward, "):
-        build_run(config.load("tiny_jpeg_lora", [*both, "trainer.best_metric=eval/served/exact_match"]))
+    with pytest.raises(ConfigError, match=rf"trainer\.best_metric='eval/exact_match' .*from {choices}$"):
+        build_run(config.load("tiny_jpeg_lora", [*overrides, "trainer.best_metric=eval/exact_match"]))
 
 
 def test_a_best_metric_that_an_own_reward_lacks_is_refused_at_once(monkeypatch, tmp_path):
@@ -154,8 +139,8 @@ def test_a_missing_target_is_found_before_a_model_is_loaded(
         *rest,
     ]
     settings = config.load("tiny_jpeg_lora", [f"reward.{key}=[{{name: ocr}}]", *overrides])
-    error, message = (ConfigError, f"/{place}: .* reward ocr needs") if place else (BackendError, "loading")
-    with pytest.raises(error, match=message):
+    error, named = (ConfigError, f"/{place}: .* reward ocr ") if place else (BackendError, "loading")
+    with pytest.raises(error, match=named):
         build_run(settings)
 
 
@@ -180,7 +165,7 @@ def test_text_encoders_that_do_not_fit_are_an_error_that_names_their_key(monkeyp
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(setup, name, fill)
-    with pytest.raises(BackendError, match=rf"memory in {phase} .*: set model\.offload_text_encoders=true;"):
+    with pytest.raises(BackendError, match=rf"{phase} .*: set model\.offload_text_encoders=true;"):
         build_run(config.load("tiny_jpeg_lora"))
 
 

@@ -159,9 +159,7 @@ def test_a_tasks_own_error_comes_back_as_it_is(pool, events, kind, error, messag
 
 
 def test_any_other_error_costs_the_worker_its_place(pool, events):
-    with pytest.raises(
-        BackendError, match=r"a task failed 3 times, .* on node .*: RuntimeError: out of memory$"
-    ):
+    with pytest.raises(BackendError, match=r" failed 3 times, .* on node .*: RuntimeError: "):
         pool.submit("a task", "fail", "memory").result(timeout=600)
     assert events.kinds().count("worker_lost") == 3
     wait_for(lambda: events.kinds().count("worker_restarted") == 3)
@@ -170,9 +168,9 @@ def test_any_other_error_costs_the_worker_its_place(pool, events):
 def test_workers_that_cannot_start_say_why(tmp_path):
     flag = tmp_path / "flag"
     flag.write_text("model.path='nowhere' is not a pipeline")
-    with pytest.raises(ConfigError, match="^model.path='nowhere' is not a pipeline$"):
+    with pytest.raises(ConfigError, match=r"^model\.path='nowhere' "):
         start(partial(Tasks, str(flag)), num_workers=1)
-    with pytest.raises(BackendError, match="rollout worker 0 did not start: RuntimeError: no such model"):
+    with pytest.raises(BackendError, match="rollout worker 0 .*: RuntimeError: "):
         start(broken, num_workers=1)
 
 
@@ -181,13 +179,11 @@ def test_without_a_worker_left_everything_fails(tmp_path):
     pool = start(partial(Tasks, str(tmp_path / "flag")), events, num_workers=1, attempts=1)
     (tmp_path / "flag").write_text("the file system is gone")
     doomed, waiting = pool.submit("a fatal task", "die"), pool.submit("a pause", "pid")
-    with pytest.raises(BackendError, match="a fatal task failed 1 times"):
+    with pytest.raises(BackendError, match="a fatal task .* 1 times"):
         doomed.result(timeout=600)
-    message = "no rollout worker is left; the last, rollout worker 0, failed with ConfigError: the file system is gone"
-    with pytest.raises(BackendError, match=message):
-        waiting.result(timeout=600)
-    with pytest.raises(BackendError, match=message):
-        pool.submit("a pause", "pid").result()
+    for future in (waiting, pool.submit("a pause", "pid")):
+        with pytest.raises(BackendError, match="; the last, rollout worker 0, .*ConfigError: "):
+            future.result(timeout=600)
     assert events.kinds() == ["worker_lost", "worker_lost"]
     pool.close()
 
@@ -205,9 +201,7 @@ def test_without_the_dispatcher_everything_fails_at_once():
     dispatcher.kill()
     begin = time.monotonic()
     for future in (busy, waiting, pool.submit("a pause", "pid")):
-        with pytest.raises(
-            BackendError, match=r"^the rollout workers are lost, .* with --resume \(ActorDied"
-        ):
+        with pytest.raises(BackendError, match=r"lost, .*--resume \(ActorDied"):
             future.result(timeout=600)
     assert time.monotonic() - begin < 60
     with pytest.raises(BackendError, match="lost"):
@@ -226,7 +220,7 @@ def test_close_ends_workers_at_work():
     pool.close()
     assert waiting.cancelled()
     assert busy.cancelled()
-    with pytest.raises(BackendError, match="the rollout workers are closed"):
+    with pytest.raises(BackendError, match="^the rollout .* closed$"):
         pool.submit("a pause", "pid").result()
     wait_for(lambda: not runs(place["pid"]))
 
@@ -242,28 +236,22 @@ def test_a_node_may_be_chosen(pool):
     chosen = start(num_workers=1, scheduling=node)
     assert chosen.places[0]["node"] == node
     chosen.close()
-    with pytest.raises(
-        ConfigError, match=f"rollout.scheduling='{NODE}' is not a node of the cluster; its nodes are {node}"
-    ):
+    with pytest.raises(ConfigError, match=rf"rollout\.scheduling='{NODE}' .* {node}$"):
         start(scheduling=NODE)
 
 
-def test_what_a_local_cluster_cannot_hold_is_an_error_at_once(monkeypatch):
+@pytest.mark.parametrize(("name", "amount"), [("num_gpus", 1), ("tpu_slice", 0.5)])
+def test_what_a_local_cluster_cannot_hold_is_an_error_at_once(monkeypatch, name, amount):
     monkeypatch.setattr(Cluster, "local", True)
-    with pytest.raises(
-        ConfigError, match=r"worker_resources.num_gpus=1 for rollout.num_workers=2 is more than the 0"
-    ):
-        start(resources={"num_gpus": 1})
-    with pytest.raises(ConfigError, match=r"worker_resources.tpu_slice=0.5 for .* is more than the 0"):
-        start(resources={"tpu_slice": 0.5})
+    named = rf"rollout\.worker_resources\.{name}={amount} .*rollout\.num_workers=2 .* 0 "
+    with pytest.raises(ConfigError, match=named):
+        start(resources={name: amount})
 
 
 def test_a_local_cluster_hands_out_no_gpus_that_ranks_train_on(monkeypatch):
     monkeypatch.setattr(Cluster, "local", True)
     monkeypatch.setattr(distributed, "ranks_here", lambda: 8)
-    with pytest.raises(
-        ConfigError, match=r"num_gpus=1 would take the GPUs on which 8 ranks train, .* RAY_ADDRESS"
-    ):
+    with pytest.raises(ConfigError, match=r"worker_resources\.num_gpus=1 .* 8 ranks .* RAY_ADDRESS"):
         start(resources={"num_gpus": 1})
     start(num_workers=1, resources={"num_cpus": 0.5}).close()
 
@@ -295,7 +283,7 @@ def ask_workers():
         found[kind] = f"{caught.type.__name__}: {caught.value}"
     distributed.gather(None, "the end of all tasks")
     pool.close()
-    with pytest.raises(BackendError, match="the rollout workers are closed"):
+    with pytest.raises(BackendError, match="^the rollout .* closed$"):
         pool.check()
     return found
 

@@ -94,9 +94,7 @@ def test_failures_are_found_and_named_as_here(remote, local, images, prompts, ca
         ):
             assert part in said
         assert "2 of 40" in said
-        with pytest.raises(
-            BackendError, match=r"failed on sample 3 \(prompt 'image 3'\): it raised ValueError"
-        ):
+        with pytest.raises(BackendError, match=r"sample 3 \(prompt 'image 3'\): .*ValueError"):
             score_batch(reward, images, prompts)
     expected, _ = score_batch(local, images, prompts, on_error="drop_group")
     assert_same(found, expected)
@@ -104,13 +102,13 @@ def test_failures_are_found_and_named_as_here(remote, local, images, prompts, ca
 
 def test_errors_that_are_no_samples_fault_come_through(remote, images):
     without_target = [Prompt(text="nothing to look for")] * NUM
-    with pytest.raises(BatchError, match="there is no target"):
+    with pytest.raises(BatchError, match="^there is no"):
         score_batch(remote, images, without_target, on_error="drop_group")
 
 
 def test_a_reward_that_cannot_be_built_is_an_error_at_once(start):
     """With the message that it has here, see `tests/rewards/test_combine.py`."""
-    with pytest.raises(ConfigError, match=r"reward.terms.name='orc' is unknown \(did you mean ocr"):
+    with pytest.raises(ConfigError, match=r"reward\.terms\.name='orc' .* ocr\?"):
         start(terms=(RewardTerm(name="orc"),), gold=())
 
 
@@ -168,7 +166,7 @@ def test_a_killed_reward_worker_is_replaced_and_its_share_scored_elsewhere(
     assert events[0]["worker"] == "reward worker 0"
     assert events[0]["task"].startswith("scoring of ")
     images[2] = 0
-    with pytest.raises(BackendError, match="failed on sample 2") as caught:
+    with pytest.raises(BackendError, match=r"sample 2 \(prompt ") as caught:
         score_batch(remote, images, prompts)
     assert "s3cret" not in str(caught.value)
     logs = [path for path in Path(session_folder(ray_cluster)).rglob("*") if path.is_file()]

@@ -18,19 +18,19 @@ def test_any_other_gpu_is_described_by_numbers():
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "named"),
     [
-        ("h100", "did you mean"),
-        ("memory=48", "needs positive numbers for memory"),
-        ("memory=48,bandwidth=864,bf16=lots", "'bf16=lots' is not a number"),
+        ("h100", "h100-80gb"),
+        ("memory=48", "needs positive numbers"),
+        ("memory=48,bandwidth=864,bf16=lots", "'bf16=lots' "),
         ("memory=48,bandwidth=0,bf16=362", "needs positive numbers"),
         ("memory=1e400,bandwidth=1,bf16=362", "needs positive numbers"),
         ("memory=nan,bandwidth=1,bf16=362", "needs positive numbers"),
         ("memory=48,bandwidth=864,bf16=362,fp8=724", "needs positive numbers"),
     ],
 )
-def test_a_device_that_is_neither_known_nor_described_is_refused(text, message):
-    with pytest.raises(ConfigError, match=message):
+def test_a_device_that_is_neither_known_nor_described_is_refused(text, named):
+    with pytest.raises(ConfigError, match=f"^--gpu[ =]'{text}'.*{named}"):
         find_gpu(text)
 
 

@@ -19,31 +19,28 @@ def test_sizes_are_those_that_the_loaded_model_takes(name, tmp_path):
     multiple, largest = size_limits(find_architecture(path))
     family = load_family(ModelConfig(path=path), text_encoders=False)
     family.latent_shape(2 * multiple, multiple)
-    with pytest.raises(ConfigError, match=f"height={multiple - 1} .* a multiple of {multiple}, such"):
+    with pytest.raises(ConfigError, match=f"height={multiple - 1} .* multiple of {multiple},"):
         family.latent_shape(multiple - 1, multiple)
     assert (largest is not None) == (name == "sd3")
     if largest is not None:
-        with pytest.raises(ConfigError, match=f"use at most {largest}$"):
+        with pytest.raises(ConfigError, match=f"height={largest + multiple} .* {largest}$"):
             family.latent_shape(largest + multiple, multiple)
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "named"),
     [
-        ("trainer.trackers=[wandbb]", r"^trainer\.trackers='wandbb' is unknown \(did you mean wandb\?\)"),
-        ("trainer.device=cudda", r"^trainer\.device='cudda' cannot be used here"),
-        ("sampling.height=17", r"^sampling\.height=17 does not fit the model: it must be a multiple of 8"),
-        ("trainer.eval_width=17", r"^trainer\.eval_width=17 does not fit the model"),
-        ("model.family=sd4", r"^model\.family='sd4' is unknown \(did you mean sd3\?\)"),
-        ("reward.terms=[{name: ocrr}]", r"^reward\.terms\.name='ocrr' is unknown \(did you mean ocr\?\)"),
-        (
-            "reward.gold=[{name: ocr, options: {speed: 1}}]",
-            r"^reward ocr with options speed: got an unexp",
-        ),
+        ("trainer.trackers=[wandbb]", r"^trainer\.trackers='wandbb' .* wandb\?"),
+        ("trainer.device=cudda", r"^trainer\.device='cudda' "),
+        ("sampling.height=17", r"^sampling\.height=17 .* multiple of 8,"),
+        ("trainer.eval_width=17", r"^trainer\.eval_width=17 .* multiple of 8,"),
+        ("model.family=sd4", r"^model\.family='sd4' .* sd3\?"),
+        ("reward.terms=[{name: ocrr}]", r"^reward\.terms\.name='ocrr' .* ocr\?"),
+        ("reward.gold=[{name: ocr, options: {speed: 1}}]", "^reward ocr .*'speed'"),
     ],
 )
-def test_settings_that_no_machine_can_use(override, message):
-    with pytest.raises(ConfigError, match=message):
+def test_settings_that_no_machine_can_use(override, named):
+    with pytest.raises(ConfigError, match=named):
         check_settings(load("tiny_jpeg_lora", [override]))
 
 
@@ -65,7 +62,7 @@ def test_what_only_another_machine_knows_is_not_asked_for():
 )
 def test_guidance_that_a_known_family_does_not_read_warns(model, unread):
     config = load("tiny_jpeg_lora", [*model, f"sampling.{unread}=4"])
-    with pytest.warns(UserWarning, match=rf"^sampling\.{unread}=4\.0 has no effect"):
+    with pytest.warns(UserWarning, match=rf"^sampling\.{unread}=4\.0 .* sampling\."):
         check_settings(config)
 
 
@@ -74,7 +71,7 @@ def test_a_folder_that_is_no_pipeline_is_named(tmp_path, index):
     folder = tmp_path / "model"
     shutil.copytree(EMBEDDED["tiny_ocr"], folder)
     (folder / "model_index.json").write_text(index)
-    with pytest.raises(ConfigError, match="is not a diffusers pipeline: "):
+    with pytest.raises(ConfigError, match=rf"^model\.path='{folder}' .*pipeline: "):
         local_architecture(str(folder))
 
 
@@ -83,7 +80,7 @@ def test_prompts_are_read_and_compared_with_the_rewards(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("a cat\na dog\n")
     (tmp_path / "held.txt").write_text('a "hen"\n')
-    with pytest.raises(ConfigError, match=r"has no target, which reward ocr needs"):
+    with pytest.raises(ConfigError, match=r"prompts\.txt:1: .* reward ocr "):
         check_prompts(
             load("tiny_ocr_lora", [f"data.path={file}", "data.heldout_path=" + str(tmp_path / "held.txt")])
         )

@@ -123,7 +123,7 @@ def test_masks_select_everything_and_numbers_that_are_read_are_one():
 
 
 def test_an_operation_that_depends_on_values_is_named():
-    with tracing(), pytest.raises(BackendError, match=r"cannot follow torch\.masked_select: the shape"):
+    with tracing(), pytest.raises(BackendError, match=r"torch\.masked_select: "):
         torch.ones(8).masked_select(torch.ones(8) > 0)
 
 

@@ -41,8 +41,7 @@ def test_every_family_says_which_images_are_none(start, family, dtype):
 def test_a_training_step_and_the_doctor_name_it(start):
     stack = start("sd3")
     overflow(vae_of(stack))
-    message = r"failed: image 0 of group 0: its latents are finite.*overflow even in rollout\.dtype=float32"
-    with pytest.raises(BackendError, match=message):
+    with pytest.raises(BackendError, match=r"image 0 of group 0: .*pixels.*rollout\.dtype=float32"):
         train_step(training_run(stack), 1, lambda phase: None)
     report = examine(stack.actor, stack.engine, stack.conditioning)
     assert report.causes() == ["finite"]

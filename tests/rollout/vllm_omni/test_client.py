@@ -56,18 +56,23 @@ def test_answers_come_in_the_order_of_the_requests(client):
     client.timeout = 60.0
     assert client.generate([({"prompt": name}, 7) for name in "abc"]) == [(name, [7]) for name in "abc"]
     assert client.rpc("load", path="x") == [{"method": "load", "path": "x"}]
-    with pytest.raises(BackendError, match="failed on a request: ValueError: no such prompt"):
+    with pytest.raises(BackendError, match="request: ValueError: "):
         client.generate([({"prompt": name}, 7) for name in ("a", "bad", "lost")])
 
 
-def test_an_answer_that_stays_away_is_an_error_at_the_timeout(client):
-    message = r"\d of 2 answers did not arrive, and none came for rollout\.timeout=0\.001 seconds; .* raise that key"
-    with pytest.raises(BackendError, match=message):
-        client.generate([({"prompt": name}, 7) for name in ("a", "lost")])
-    with pytest.raises(
-        BackendError, match=r"failed on lost: TimeoutError: no answer within rollout\.timeout=0\.001"
-    ):
-        client.rpc("lost")
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (
+            lambda client: client.generate([({"prompt": "a"}, 7), ({"prompt": "lost"}, 7)]),
+            r" \d of 2 answers",
+        ),
+        (lambda client: client.rpc("lost"), "on lost: TimeoutError: "),
+    ],
+)
+def test_an_answer_that_stays_away_is_an_error_at_the_timeout(client, call, named):
+    with pytest.raises(BackendError, match=rf"{named}.* rollout\.timeout=0\.001 "):
+        call(client)
 
 
 def test_an_answer_that_comes_as_a_wait_for_it_ends_is_no_timeout(client, monkeypatch):
@@ -94,14 +99,14 @@ def test_an_engine_whose_start_times_out_did_not_start(tmp_path, monkeypatch):
         raise TimeoutError("stage 0 gave no answer")
 
     monkeypatch.setattr("flowcorr.rollout.vllm_omni.client._create", create)
-    with pytest.raises(BackendError, match="did not start: TimeoutError: stage 0 gave no answer"):
+    with pytest.raises(BackendError, match="start: TimeoutError: stage 0 "):
         OmniClient("model", {}, tmp_path / "engine.log")
 
 
 @pytest.mark.vllm_omni
 @pytest.mark.filterwarnings("ignore")
 def test_a_worker_that_fails_is_an_error(stack):
-    with pytest.raises(BackendError, match=r"(?s)no_such_method.*last lines of its log"):
+    with pytest.raises(BackendError, match=r"(?s)no_such_method.*its log:"):
         stack.engine.client.rpc("no_such_method")
 
 
@@ -120,9 +125,9 @@ def test_an_engine_outlives_a_terminal_and_where_it_dies_that_is_an_error_and_it
         clear_shared_memory()
         assert names == _shared_memory_of(pid)
     os.kill(worker.pid, signal.SIGKILL)
-    with pytest.raises(BackendError, match=r"(?s)vllm-omni engine.*last lines of its log"):
+    with pytest.raises(BackendError, match=r"(?s)omni engine .*log:"):
         stack.sample()
-    with pytest.raises(BackendError, match="vllm-omni engine"):
+    with pytest.raises(BackendError, match="omni engine "):
         stack.sync()
     stack.engine.close()
     with pytest.raises(BackendError, match="is closed"):
@@ -142,5 +147,5 @@ def _is_worker_of(stack, child):
 @pytest.mark.vllm_omni
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_that_the_engine_cannot_load_is_an_error(tmp_path):
-    with pytest.raises(BackendError, match="did not start"):
+    with pytest.raises(BackendError, match=r"not start: \w+: "):
         OmniClient(str(tmp_path), {"model_class_name": "FlowcorrPipeline"}, tmp_path / "engine.log")

@@ -114,10 +114,9 @@ def test_the_same_call_gives_the_same_bits_and_another_step_others(stack):
 def test_an_answer_that_is_lost_ends_the_run_at_its_timeout(start):
     stack = start("tiny_ocr", backend="lossy_executor.LossyExecutor")
     # A slow machine's requests reach the engine in two batches, of which one is lost.
-    message = r"[1-8] of 8 answers did not arrive, and none came for rollout\.timeout=5 seconds"
     stack.sample()
     stack.engine.client.timeout = 5.0
-    with pytest.raises(BackendError, match=message):
+    with pytest.raises(BackendError, match=r" [1-8] of 8 answers .*rollout\.timeout=5 "):
         stack.sample()
 
 

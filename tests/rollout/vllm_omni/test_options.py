@@ -32,20 +32,23 @@ INSTALLED = options.Installed(
 
 
 @pytest.mark.parametrize(
-    ("bad", "message"),
+    ("bad", "named"),
     [
-        (config({"dtype": "float16"}), r"rollout\.engine\.dtype cannot be set: set rollout\.dtype"),
-        (config({"cache_backend": "cache_dit"}), r"cache_backend cannot be set: it would leave parts"),
-        (config({"max_num_seq": 4}), r"rollout\.engine='max_num_seq' is unknown.*max_num_seqs\?"),
-        (config({"linear_backend": "x"}), r"linear_backend is an option of vllm-omni 0\.32\.0rc1"),
-        (config({"weight_sync": "lora"}), r"weight_sync='lora' is unknown"),
-        (config({"weight_sync": "lora_path"}, rank=0), r"rank=0 trains all"),
-        (config({"weight_sync": "merged", "quantization": "fp8"}), r"quantization='fp8'"),
-        (config({}, emulate="int8"), r"rollout\.emulate='int8'"),
+        (config({"dtype": "float16"}), r"rollout\.engine\.dtype .*: set rollout\.dtype"),
+        (config({"cache_backend": "cache_dit"}), r"rollout\.engine\.cache_backend .*stochastic steps"),
+        (config({"max_num_seq": 4}), r"rollout\.engine='max_num_seq' .*max_num_seqs\?"),
+        (config({"linear_backend": "x"}), r"rollout\.engine\.linear_backend .*vllm-omni 0\.32\.0rc1"),
+        (config({"weight_sync": "lora"}), r"weight_sync='lora' .* lora_tensors, lora_path, merged$"),
+        (config({"weight_sync": "lora_path"}, rank=0), r"weight_sync='lora_path' .*model\.lora\.rank=0 "),
+        (
+            config({"weight_sync": "merged", "quantization": "fp8"}),
+            r"weight_sync='merged' .*quantization='fp8'",
+        ),
+        (config({}, emulate="int8"), r"rollout\.emulate='int8' .*weight_sync=merged"),
     ],
 )
-def test_options_that_cannot_be_passed_on(bad, message):
-    with pytest.raises(ConfigError, match=message):
+def test_options_that_cannot_be_passed_on(bad, named):
+    with pytest.raises(ConfigError, match=named):
         options.engine_options(bad, Family(), INSTALLED)
 
 
@@ -78,12 +81,9 @@ def test_families_without_a_pipeline_or_quantization():
     other, sd3 = Family(), Family()
     other.name, other.vllm_omni = "aura_flow", None
     sd3.name, sd3.vllm_omni = "sd3", SD3.vllm_omni
-    with pytest.raises(
-        ConfigError,
-        match=r"cannot sample with the model family aura_flow, only with sd3, qwen_image.*Family\.vllm_omni",
-    ):
+    with pytest.raises(ConfigError, match=r"family aura_flow, .* sd3, qwen_image, .*Family\.vllm_omni"):
         options.engine_options(config({}), other, INSTALLED)
-    with pytest.raises(ConfigError, match="does not quantize sd3"):
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.quantization='fp8' .* sd3$"):
         options.engine_options(config({"quantization": "fp8"}), sd3, INSTALLED)
 
 
@@ -103,7 +103,7 @@ def test_layers_that_take_no_adapter_in_the_engine_need_merged_weights(targets, 
     if not refused:
         assert options.engine_options(config({}), family, INSTALLED)[1] == "lora_tensors"
         return
-    with pytest.raises(ConfigError, match=rf"puts none on the layers {refused} of flux.*weight_sync=merged"):
+    with pytest.raises(ConfigError, match=rf"layers {refused} .*weight_sync=merged"):
         options.engine_options(config({}), family, INSTALLED)
     chosen = replace(config({}), model=ModelConfig(lora=LoraConfig(targets=("to_q",))))
     assert options.engine_options(chosen, family, INSTALLED)[1] == "lora_tensors"
@@ -113,7 +113,7 @@ def test_an_engine_of_several_gpus_is_refused_beside_other_ranks(monkeypatch):
     assert options.engine_options(config({"tensor_parallel_size": 2}), Family(), INSTALLED)
     monkeypatch.setattr(options.distributed, "world_size", lambda: 2)
     assert options.engine_options(config({"tensor_parallel_size": 1}), Family(), INSTALLED)
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 needs several GPUs.*placement=ray"):
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 .*rollout\.placement=ray"):
         options.engine_options(config({"tensor_parallel_size": 2}), Family(), INSTALLED)
 
 

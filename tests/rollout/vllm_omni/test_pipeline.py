@@ -101,6 +101,6 @@ def test_requests_of_one_batch_may_differ_in_everything(stack):
 def test_a_request_without_our_arguments_is_refused(stack):
     _, params = stack.engine.request(stack.engine.jobs([0], 1, True)[0], {})
     params.extra_args = {}
-    with pytest.raises(BackendError, match="samples training rollouts"):
+    with pytest.raises(BackendError, match=r"extra_args\['flowcorr'\]"):
         stack.engine.client.generate([({"prompt": "cat"}, params)])
     assert stack.sample().num_samples == 8  # and the engine lives on

@@ -24,9 +24,9 @@ def test_a_move_must_be_the_actors():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_velocities_that_are_not_finite_are_no_lost_sync(bad):
     start, broken = velocities([1.0, 0.0], [1.0, 0.0]), velocities([1.0, bad], [1.0, 0.1])
-    with pytest.raises(BackendError, match="the engine's velocity is not finite"):
+    with pytest.raises(BackendError, match="engine's velocity "):
         MoveCheck(start, **FLOAT32).contradiction(broken)
-    with pytest.raises(BackendError, match="the actor's velocity is not finite"):
+    with pytest.raises(BackendError, match="actor's velocity "):
         MoveCheck(velocities([1.0, 0.0], [bad, 0.0]), **FLOAT32)
 
 
@@ -46,7 +46,7 @@ def test_after_a_conclusive_move_the_next_is_counted_from_there():
 
 
 def test_another_model_is_told_apart_before_training():
-    with pytest.raises(BackendError, match="different models"):
+    with pytest.raises(BackendError, match=r" 141%: .*model\.path"):
         MoveCheck(velocities([0.0, 1.0], [1.0, 0.0]), **BFLOAT16)
 
 

@@ -28,7 +28,7 @@ def test_requests_survive_a_transport_of_plain_values(job):
 
 @pytest.mark.parametrize("extra", [None, {}, {"other": 1}])
 def test_foreign_requests_are_refused(extra):
-    with pytest.raises(ValueError, match="training rollouts"):
+    with pytest.raises(ValueError, match=r"extra_args\['flowcorr'\]"):
         from_extra(extra)
 
 

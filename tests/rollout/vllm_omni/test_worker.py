@@ -54,7 +54,7 @@ def test_a_sync_that_changes_nothing_is_an_error(stack, monkeypatch):
     old = adapter.peft_tensors(stack.actor.weights.snapshot().tensors, ("", ""))
     stack.stir()
     monkeypatch.setattr(adapter, "peft_tensors", lambda tensors, layer_suffix: old)
-    with pytest.raises(BackendError, match="did not take effect"):
+    with pytest.raises(BackendError, match="effect: .*other weights: .*weight_sync="):
         stack.sync()
 
 
@@ -77,7 +77,7 @@ def test_weights_whose_digests_agree_are_not_accused(weight_sync, start, monkeyp
     if weight_sync == "lora_tensors":
         stack.sync()
     else:
-        with pytest.raises(BackendError, match="did not take effect"):
+        with pytest.raises(BackendError, match="effect: .*other weights: .*weight_sync=lora_tensors"):
             stack.sync()
 
 
@@ -101,7 +101,7 @@ def test_a_sync_that_is_ignored_is_an_error_however_small(start, monkeypatch):
     request = stack.engine._lora_request()
     monkeypatch.setattr(stack.engine, "_lora_request", lambda: request)
     stack.stir(scale=1e-5)
-    with pytest.raises(BackendError, match="of the adapter differ"):
+    with pytest.raises(BackendError, match=r" \d+ of \d+ tensors .*weight_sync=merged"):
         stack.sync()
 
 
@@ -113,11 +113,11 @@ def test_parameters_that_are_not_loaded_are_an_error(start, monkeypatch):
 
     monkeypatch.setattr(adapter, "buckets", all_but_one)
     stack.stir(scale=1e-4, seed=1)
-    with pytest.raises(BackendError, match="parameters are not those"):
+    with pytest.raises(BackendError, match="engine's parameters .*weight_sync=lora_tensors"):
         stack.sync()
 
 
 def test_requests_that_name_another_adapter_are_an_error(stack, monkeypatch):
     monkeypatch.setattr(stack.engine, "_lora_request", lambda: None)
-    with pytest.raises(BackendError, match="of the adapter differ"):
+    with pytest.raises(BackendError, match=r" \d+ of \d+ tensors .*weight_sync=merged"):
         stack.sample()
