@@ -7,12 +7,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from flowcorr import config as configs
 from flowcorr import distributed
 from flowcorr.actor.adamw import OPTIMIZERS
 from flowcorr.config.schema import ActorConfig
 from flowcorr.distributed import fsdp
-from flowcorr.errors import ConfigError, MissingExtraError
+from flowcorr.errors import MissingExtraError
 from tests.actor.updates import FULL, assert_same, weights
 from tests.conftest import small_config, start_run
 
@@ -29,15 +28,9 @@ def learned(run, *steps):
     return weights(run)
 
 
-def test_a_bad_value_names_the_key_and_the_choices():
-    with pytest.raises(ConfigError, match=r"actor\.optimizer='adam8bit'.*adamw, adamw_8bit"):
-        configs.load("tiny_jpeg_lora", ["actor.optimizer=adam8bit"])
-
-
 def test_without_bitsandbytes_it_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    message = r"^actor.optimizer=adamw_8bit needs bitsandbytes; .*pip install 'flowcorr\[adam8bit\]'"
-    with pytest.raises(MissingExtraError, match=message):
+    with pytest.raises(MissingExtraError, match=r"^actor\.optimizer=adamw_8bit .*flowcorr\[adam8bit\]"):
         optimizer_of("adamw_8bit", weight=matrix())
 
 

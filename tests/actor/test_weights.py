@@ -1,4 +1,5 @@
 import copy
+import re
 
 import pytest
 import torch
@@ -129,10 +130,12 @@ def test_weights_of_another_adapter_are_an_error(make_run):
     run = make_run()
     tensors = dict(run.actor.weights.snapshot().tensors)
     name = next(iter(tensors))
-    with pytest.raises(BatchError, match=r"1 names differ, as nonsense"):
-        run.actor.weights.load({**tensors, "nonsense": tensors[name]})
-    with pytest.raises(BatchError, match=r"has shape \[3\] instead of"):
-        run.actor.weights.load({**tensors, name: torch.zeros(3)})
+    for changed, named in (
+        ({"nonsense": tensors[name]}, " 1 names .* nonsense$"),
+        ({name: torch.zeros(3)}, rf"{re.escape(name)} .* \[3\] "),
+    ):
+        with pytest.raises(BatchError, match=named):
+            run.actor.weights.load({**tensors, **changed})
 
 
 def test_the_optimizer_continues_from_its_state(make_run):

@@ -19,10 +19,10 @@ WINDOW = torch.zeros(BATCH, 2)
 ROWS = torch.zeros(BATCH)
 
 
-def refusal(path):
+def refusal(path, load=dumps.load):
     """The one line that `load` refuses a file with."""
     with pytest.raises(ConfigError) as caught:
-        dumps.load(path)
+        load(path)
     message = str(caught.value)
     assert message.startswith(str(path))
     assert "\n" not in message
@@ -77,9 +77,8 @@ def test_a_good_file_is_read(tmp_path):
 )
 def test_metadata_that_are_refused(metadata, message, tmp_path):
     path = write_step(tmp_path, metadata=metadata)
-    assert message in refusal(path)
-    with pytest.raises(ConfigError, match="is damaged"):
-        dumps.load_loss(path)
+    for load in (dumps.load, dumps.load_loss):
+        assert message in refusal(path, load)
 
 
 def test_a_file_of_no_format_version_is_another_programs(tmp_path):
@@ -221,7 +220,7 @@ def test_a_name_without_a_file(kind, tmp_path):
 
 def test_a_path_that_is_not_utf8_is_not_called_damaged(tmp_path):
     folder = tmp_path / os.fsdecode(b"steps\xff")
-    with pytest.raises(ConfigError, match="cannot be read: its path is not UTF-8; rename it"):
+    with pytest.raises(ConfigError, match=r"step_000001\.safetensors .*UTF-8;"):
         dumps.load(write_step(tmp_path).rename((folder.mkdir() or folder) / "step_000001.safetensors"))
 
 
@@ -236,9 +235,7 @@ def test_a_file_that_is_cut_is_damaged(tmp_path):
 def test_two_files_of_a_step_are_named(tmp_path):
     write_step(tmp_path, 1)
     write_step(tmp_path, 1, name="step_01.safetensors")
-    with pytest.raises(
-        ConfigError, match=r"step_000001.safetensors and .*step_01.safetensors are both of step 1"
-    ):
+    with pytest.raises(ConfigError, match=r"step_000001\.safetensors .*step_01\.safetensors .* step 1;"):
         dumps.files(tmp_path)
 
 
@@ -250,34 +247,34 @@ def test_names_that_are_no_step(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "named"),
     [
-        ({"step_indices": [0.5, 1.0]}, "step_indices holds 0.5; it must hold whole numbers"),
-        ({"step_indices": [0.0, float("nan")]}, "step_indices holds nan"),
-        ({"step_indices": [0, 1000]}, "step_indices holds 1000; it must lie from 0 to 999"),
-        ({"sigmas": [0.9, -0.1]}, "sigmas holds -0.1"),
-        ({"num_elements": 0}, "num_elements='0' must be a whole number"),
-        ({"clip_ratio": []}, r"clip_ratio='\[\]' must be a number above 0"),
-        ({"clip_ratio": "1e-4"}, r"clip_ratio='\"1e-4\"' must be a number above 0"),
-        ({"num_elements": True}, "num_elements='true'"),
+        ({"step_indices": [0.5, 1.0]}, "step_indices holds 0.5; .* whole numbers"),
+        ({"step_indices": [0.0, float("nan")]}, "step_indices holds nan; .* whole numbers"),
+        ({"step_indices": [0, 1000]}, "step_indices holds 1000; .* 0 to 999"),
+        ({"sigmas": [0.9, -0.1]}, "sigmas holds -0.1; .* 0 to 1.001"),
+        ({"num_elements": 0}, "num_elements='0' .* whole number"),
+        ({"clip_ratio": []}, r"clip_ratio='\[\]' .* above 0"),
+        ({"clip_ratio": "1e-4"}, r"clip_ratio='\"1e-4\"' .* above 0"),
+        ({"num_elements": True}, "num_elements='true' .* whole number"),
         (
             {"policy_versions": [3, 4] * (BATCH // 2), "version": np.int64(3)},
-            "policy_versions holds 4, and version=3: weights that sampled cannot be newer",
+            "policy_versions holds 4, .*version=3: ",
         ),
-        (
-            {"step_indices": [5, 2], "sigmas": [0.9, 0.1]},
-            "sigmas holds 0.1 at step 2 and 0.9 at step 5; noise levels descend",
-        ),
+        ({"step_indices": [5, 2], "sigmas": [0.9, 0.1]}, "sigmas holds 0.1 at step 2 and 0.9 at step 5;"),
         (
             {"step_indices": [1, 3], "clip_ratio": [1e-4, 2e-4]},
-            "clip_ratio holds 2 values, and step_indices reaches 3; give one value for each step",
+            "clip_ratio holds 2 .*step_indices reaches 3;",
         ),
-        ({"clip_ratio": [1e-4]}, "clip_ratio holds 1 values, and the window has 2 steps"),
-        ({"rollout_log_probs": torch.zeros(0, 2), "advantages": torch.zeros(0)}, r"has shape \[0, 2\]"),
+        ({"clip_ratio": [1e-4]}, "clip_ratio holds 1 .* 2 steps;"),
+        (
+            {"rollout_log_probs": torch.zeros(0, 2), "advantages": torch.zeros(0)},
+            r"rollout_log_probs has shape \[0, 2\];",
+        ),
     ],
 )
-def test_what_cannot_be_read_is_not_written(given, message, tmp_path):
-    with pytest.raises(BatchError, match=message):
+def test_what_cannot_be_read_is_not_written(given, named, tmp_path):
+    with pytest.raises(BatchError, match=named):
         flowcorr.dump(tmp_path, 1, **({"rollout_log_probs": WINDOW, "advantages": ROWS} | given))
     assert not dumps.files(tmp_path)
 

@@ -17,12 +17,12 @@ def test_a_file_is_written_as_a_whole(tmp_path):
 
 def test_a_folder_that_cannot_be_written_to(tmp_path):
     (tmp_path / "taken").write_text("")
-    with pytest.raises(BackendError, match="cannot be written .*; free space, or give up"):
+    with pytest.raises(BackendError, match=r"x\.safetensors .*\[Errno 17\].* give up$"):
         write(tmp_path / "taken" / "x.safetensors", {"values": torch.arange(3)}, {}, "give up")
 
 
 def test_a_file_of_another_program(tmp_path):
     path = tmp_path / "x.safetensors"
     path.write_bytes(b"no safetensors")
-    with pytest.raises(ConfigError, match="is damaged"), opened(path):
+    with pytest.raises(ConfigError, match=f"^{path} is damaged: "), opened(path):
         pass

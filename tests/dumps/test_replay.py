@@ -46,10 +46,6 @@ def test_each_sample_may_have_a_negative_prompt_of_its_own(tmp_path):
     made = samples(negative_prompt=[f"blur {index}" for index in range(6)])
     expected = tuple(f"blur {index}" for index in range(COUNT))
     assert made.negative_prompt == load_replay(save_replay(tmp_path, 0, made)).negative_prompt == expected
-    with pytest.raises(BatchError, match="negative_prompt is of 2 samples, and prompts of 6"):
-        samples(negative_prompt=["a", "b"])
-    with pytest.raises(BatchError, match="negative_prompt=.* must be a text, or texts, one a sample"):
-        samples(negative_prompt=[1] * 6)
 
 
 @pytest.mark.parametrize("kind", [np.float64, np.float32, torch.tensor])
@@ -105,76 +101,75 @@ def test_all_steps_are_the_window_where_no_place_is_given():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
-        ({"images": torch.zeros(6, 12, 16)}, r"images has shape \[4, 12, 16\]"),
-        ({"images": torch.full((6, 3, 12, 16), 2.0)}, "floats from 0 to 1"),
-        (
-            {"final_latents": torch.zeros(6, 4, 6, 4)},
-            r"final_latents has shape \[4, 4, 6, 4\]; it must be \[4, 4, 6, 8\]",
-        ),
-        ({"rewards": torch.zeros(6, 2)}, "rewards has shape"),
+        ({"images": torch.zeros(6, 12, 16)}, r"images has shape \[4, 12, 16\];"),
+        ({"images": torch.full((6, 3, 12, 16), 2.0)}, "images .* 0 to 1$"),
+        ({"final_latents": torch.zeros(6, 4, 6, 4)}, r"final_latents .* \[4, 4, 6, 4\]; .* \[4, 4, 6, 8\]"),
+        ({"rewards": torch.zeros(6, 2)}, r"rewards has shape \[4, 2\]; .* \[4\]"),
         ({"rewards": 1.0}, "rewards is one number"),
-        ({"rewards": [1.0, None] * 3}, "rewards is no array of numbers"),
-        ({"log_probs": [[0.0, 1.0], [2.0]] * 3}, "log_probs is no array of numbers"),
-        ({"rewards": torch.zeros(12)}, "rewards is of 12 samples, and prompts of 6"),
-        ({"prompts": []}, r"prompts=\[\] must be texts, one a sample"),
-        ({"prompts": "a red sign"}, "prompts='a red sign' must be texts, one a sample"),
-        ({"prompts": [None] * 6}, "must be texts, one a sample"),
-        ({"log_probs": torch.zeros(6, 3)}, "log_probs has shape"),
-        ({"next_latents": None}, "latents and next_latents belong together"),
-        ({"adapter_alpha": None}, "adapter and adapter_alpha"),
-        ({"step_indices": None}, "the window has 2 of 4 steps, so step_indices is needed"),
-        ({"step_indices": [2, 1]}, "must ascend"),
-        ({"step_indices": []}, "must ascend"),
-        ({"step_indices": [0.5, 1.5]}, r"step_indices=\[0\.5, 1\.5\] must be whole numbers"),
-        ({"sigmas": [1000.0, 900.0, 700.0, 400.0, 0.0]}, "must lie from 0 to 1; divide timesteps by 1000"),
-        ({"step_indices": [2, 4]}, "must lie in a schedule of 4 steps"),
+        ({"rewards": [1.0, None] * 3}, "rewards is no array"),
+        ({"log_probs": [[0.0, 1.0], [2.0]] * 3}, "log_probs is no array"),
+        ({"rewards": torch.zeros(12)}, "rewards .* 12 samples, .* 6;"),
+        ({"prompts": []}, r"prompts=\[\] .* texts"),
+        ({"prompts": "a red sign"}, "prompts='a red sign' .* texts"),
+        ({"prompts": [None] * 6}, r"prompts='\(None, None, None, None\)' .* texts"),
+        ({"negative_prompt": ["a", "b"]}, "negative_prompt .* 2 samples, .* 6;"),
+        ({"negative_prompt": [1] * 6}, r"negative_prompt='\(1, 1, 1, 1\)' .* texts"),
+        ({"log_probs": torch.zeros(6, 3)}, r"log_probs has shape \[4, 3\]; .* \[4, 2\]"),
+        ({"next_latents": None}, "latents and next_latents "),
+        ({"adapter_alpha": None}, "adapter and adapter_alpha "),
+        ({"step_indices": None}, "2 of 4 steps, .*step_indices "),
+        ({"step_indices": [2, 1]}, r"step_indices=\[2, 1\] .* ascend, .* 2 steps"),
+        ({"step_indices": []}, r"step_indices=\[\] .* ascend, .* 2 steps"),
+        ({"step_indices": [0.5, 1.5]}, r"step_indices=\[0\.5, 1\.5\] .* whole"),
+        ({"sigmas": [1000.0, 900.0, 700.0, 400.0, 0.0]}, r"sigmas='\[1000\.0, .* timesteps by 1000"),
+        ({"step_indices": [2, 4]}, r"step_indices=\[2, 4\] .* 4 steps"),
+        ({"sigma_indices": [0, 1, 2, 4]}, r"sigma_indices='\[0, 1, 2, 4\]' .* 5 sigmas"),
+        ({"sigma_indices": [0, 1, 2, 2, 6]}, r"sigma_indices='\[0, 1, 2, 2, 6\]' .* ascend from 0 "),
+        ({"sigma_indices": [1, 2, 3, 4, 6]}, r"sigma_indices='\[1, 2, 3, 4, 6\]' .* ascend from 0 "),
+        ({"sigma_indices": [0, 1, 2, 4, 10**6]}, r"sigma_indices='\[0, 1, 2, 4, 1000000\]' .* 1000,"),
         (
-            {"sigma_indices": [0, 1, 2, 4]},
-            r"sigma_indices=.* must ascend from 0 .*, one place for each of 5 sigmas",
+            {"sigma_indices": [0, 1, 2, 4, 6], "sigmas": None, "timesteps": None},
+            "sigma_indices needs sigmas ",
         ),
-        ({"sigma_indices": [0, 1, 2, 2, 6]}, "must ascend from 0"),
-        ({"sigma_indices": [1, 2, 3, 4, 6]}, "must ascend from 0"),
-        ({"sigma_indices": [0, 1, 2, 4, 10**6]}, "at most"),
-        ({"sigma_indices": [0, 1, 2, 4, 6], "sigmas": None, "timesteps": None}, "needs sigmas or timesteps"),
-        ({"sigmas": [0.5, 0.9, 0.7, 0.4, 0.0]}, "must descend"),
-        ({"timesteps": [1000.0]}, r"with 5 sigmas it must be \[4\]"),
-        ({"timesteps": [1000.0, 750.0, float("nan"), 250.0]}, "must be finite"),
-        ({"sigmas": [float("inf"), 0.9, 0.7, 0.4, 0.0]}, "must be finite"),
-        ({"images": torch.full((6, 3, 12, 16), float("nan"))}, "floats from 0 to 1"),
+        ({"sigmas": [0.5, 0.9, 0.7, 0.4, 0.0]}, r"sigmas='\[0\.5, 0\.9, .* descend"),
+        ({"timesteps": [1000.0]}, r"timesteps .* \[1\]; .* \[4\]"),
+        ({"timesteps": [1000.0, 750.0, float("nan"), 250.0]}, r"timesteps='.* nan, .* finite"),
+        ({"sigmas": [float("inf"), 0.9, 0.7, 0.4, 0.0]}, r"sigmas='\[inf, .* finite"),
+        ({"images": torch.full((6, 3, 12, 16), float("nan"))}, "images .* 0 to 1$"),
         *(
-            ({name: torch.full_like(given()[name], float("nan"))}, f"{name} of sample 0 is not finite")
+            ({name: torch.full_like(given()[name], float("nan"))}, f" {name} of sample 0 ")
             for name in ("initial_noise", "latents", "next_latents", "log_probs", "final_latents")
         ),
-        ({"guidance_scale": float("nan")}, "guidance_scale='nan' must be a number"),
-        ({"sde_type": "ode"}, "sde_type='ode' must be sde or cps"),
-        ({"dtype": "fp8"}, "must be float32 or bfloat16 or float16"),
-        ({"initial_noise": torch.zeros(3, *L)}, "initial_noise is of 3 samples, and prompts of 6"),
+        ({"guidance_scale": float("nan")}, "guidance_scale='nan' .* number"),
+        ({"sde_type": "ode"}, "sde_type='ode' .* sde or cps "),
+        ({"dtype": "fp8"}, "dtype='fp8' .* float32 or bfloat16 "),
+        ({"initial_noise": torch.zeros(3, *L)}, "initial_noise .* 3 samples, .* 6;"),
     ],
 )
-def test_samples_that_are_refused(changes, message):
-    with pytest.raises(BatchError, match=message):
+def test_samples_that_are_refused(changes, named):
+    with pytest.raises(BatchError, match=named):
         samples(**changes)
 
 
 @pytest.mark.parametrize(
-    ("tensors", "metadata", "message"),
+    ("tensors", "metadata", "named"),
     [
         ({"images": None}, {}, "images is missing"),
         ({}, {"prompts": None}, "prompts is missing"),
-        ({}, {"prompts": "[]"}, "prompts='\\[\\]' must be texts, one a sample"),
-        ({}, {"prompts": "[1]"}, "prompts='\\[1\\]' must be texts"),
-        ({}, {"prompts": "[" * 10**5}, "prompts='None' must be texts"),
-        ({}, {"images": "1"}, "images is no text of its metadata"),
-        ({}, {"max_sequence_length": "1e9"}, "must be a whole number from 1 to 65536"),
-        ({}, {"format_version": "9"}, "has format_version='9'"),
+        ({}, {"prompts": "[]"}, r"prompts='\[\]' .* texts"),
+        ({}, {"prompts": "[1]"}, r"prompts='\[1\]' .* texts"),
+        ({}, {"prompts": "[" * 10**5}, "prompts='None' .* texts"),
+        ({}, {"images": "1"}, "images is no text"),
+        ({}, {"max_sequence_length": "1e9"}, r"max_sequence_length='1000000000\.0' .* 1 to 65536"),
+        ({}, {"format_version": "9"}, "format_version='9', .*'1'"),
         ({"latents": torch.zeros(4, 2, *L).to(torch.int8)}, {}, "'latents' has dtype I8"),
         ({"adapter.x": torch.zeros(2).bool()}, {}, "'adapter.x' has dtype BOOL"),
         ({"log_probs": torch.zeros(())}, {}, "log_probs is one number"),
     ],
 )
-def test_a_strangers_file_that_is_refused(tensors, metadata, message, tmp_path):
+def test_a_strangers_file_that_is_refused(tensors, metadata, named, tmp_path):
     path = save_replay(tmp_path, 0, samples())
     held = load_file(path) | tensors
     with safe_open(path, "pt") as file:
@@ -184,7 +179,7 @@ def test_a_strangers_file_that_is_refused(tensors, metadata, message, tmp_path):
         path,
         {key: value for key, value in said.items() if value is not None},
     )
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=f"^{path} .*{named}"):
         load_replay(path)
 
 

@@ -364,7 +364,7 @@ def test_bad_settings_are_refused(bad):
 
 
 def test_unknown_level_is_refused():
-    with pytest.raises(ConfigError, match="did you mean sequence"):
+    with pytest.raises(ConfigError, match=r"'sequense' .* sequence\?"):
         ground.expected_gradient(LinearFlow(num_elements=16), "sequense")
 
 

@@ -34,9 +34,8 @@ def test_of_six_files_a_damaged_one_is_left_out(tmp_path):
     draw_steps(tmp_path, steps=6)
     path = tmp_path / "step_000003.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.warns(UserWarning, match="1 of 6 dumped steps cannot be read; the first: ") as caught:
+    with pytest.warns(UserWarning, match=f"^1 of 6 .*: {path} ") as caught:
         run = read_dumped(tmp_path)
-    assert str(path) in str(caught[0].message)
     assert list(run.files) == [1, 2, 4, 5, 6]
     assert run.notes == (str(caught[0].message),)
     assert [record["step"] for record in records(run)] == [1, 2, 4, 5, 6]
@@ -45,19 +44,17 @@ def test_of_six_files_a_damaged_one_is_left_out(tmp_path):
 def test_if_no_file_can_be_read_the_first_is_named(tmp_path):
     for step in (1, 2):
         write_step(tmp_path, step, metadata={"loss_mode": None})
-    with pytest.raises(
-        ConfigError, match=r"2 of 2 dumped steps cannot be read.*step_000001.safetensors is damaged"
-    ):
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}: 2 of 2 .*step_000001\.safetensors .*loss_mode "):
         read_dumped(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("metadata", "tensors", "message"),
+    ("metadata", "tensors", "named"),
     [
         (
             {"num_elements": "65"},
             {},
-            "are of different runs: num_elements=64 and num_elements=65; give each run a",
+            "num_elements=64 and num_elements=65;",
         ),
         (
             {},
@@ -66,23 +63,27 @@ def test_if_no_file_can_be_read_the_first_is_named(tmp_path):
                 "old_log_probs": torch.zeros(BATCH, 3),
                 **dict.fromkeys(("current_log_probs", "step_indices", "sigmas")),
             },
-            "are of different runs: SDE steps a sample=2 and SDE steps a sample=3",
+            "SDE steps a sample=2 and SDE steps a sample=3;",
         ),
     ],
 )
-def test_files_of_two_runs_are_told_apart(metadata, tensors, message, tmp_path):
+def test_files_of_two_runs_are_told_apart(metadata, tensors, named, tmp_path):
     write_step(tmp_path, 1)
     write_step(tmp_path, 2, metadata=metadata, tensors=tensors)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(
+        ConfigError, match=rf"step_000001\.safetensors and .*step_000002\.safetensors .*{named}"
+    ):
         read_dumped(tmp_path)
 
 
 def test_step_indices_stay_within_the_schedule(tmp_path):
     run_dir = write_run(tmp_path / "run", [terms_of(), terms_of(steps=11)], "sampling.num_inference_steps=10")
-    with pytest.warns(UserWarning, match="step_indices reaches 10, and the schedule has 10 steps"):
+    with pytest.warns(UserWarning, match=r"step_000002\.safetensors: step_indices reaches 10, .* 10 steps;"):
         assert list(read_dumped(run_dir).files) == [1]
     write_step(tmp_path / "foreign", metadata={"clip_ratio": "[0.1, 0.1]"})
-    with pytest.raises(ConfigError, match="step_indices reaches 3, and clip_ratio has 2 steps"):
+    with pytest.raises(
+        ConfigError, match=r"step_000001\.safetensors: step_indices reaches 3, .*clip_ratio has 2 "
+    ):
         read_dumped(tmp_path / "foreign")
 
 

@@ -91,7 +91,7 @@ def test_a_metric_that_overflows_is_not_logged(tmp_path):
 def test_files_with_and_without_step_indices_are_told_apart(tmp_path):
     draw_steps(tmp_path)
     assert not any("some files lack step_indices" in note for note in read_dumped(tmp_path).notes)
-    with pytest.warns(UserWarning, match=r"step_00000[12].safetensors was there and is replaced"):
+    with pytest.warns(UserWarning, match=r"step_00000[12]\.safetensors .*replaced"):
         draw_steps(tmp_path, steps=2, without=("step_indices", "sigmas"))
     run = read_dumped(tmp_path)
     assert sum("some files lack step_indices" in note for note in run.notes) == 1
@@ -115,9 +115,7 @@ def test_a_loss_that_reads_step_means_is_judged_by_its_ratio(tmp_path):
 
 
 def test_an_empty_folder_says_what_to_name(tmp_path):
-    with pytest.raises(
-        ConfigError, match="no dumped step; name the --out of flowcorr train, or a folder that"
-    ):
+    with pytest.raises(ConfigError, match=rf"^{tmp_path} .*config\.yaml .*flowcorr\.dump"):
         read_dumped(tmp_path)
 
 
@@ -136,7 +134,7 @@ def test_noise_levels_stay_within_the_clip_range(tmp_path):
     write_step(
         tmp_path, metadata={"clip_ratio": "[0.1, 0.1]"}, tensors={"step_indices": None, "sigmas": sigmas}
     )
-    with pytest.raises(ConfigError, match="clip_ratio has 2 values, and the terms of .* are of 3 steps"):
+    with pytest.raises(ConfigError, match=r"step_000001\.safetensors: clip_ratio has 2 .* 3 steps;"):
         read_dumped(tmp_path)
 
 
@@ -160,7 +158,7 @@ def test_a_loss_of_ones_own_is_named_and_not_imported(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["grpo", "a:b:c", "/bin/sh:x", "flow_grpo "])
 def test_an_unknown_loss_is_named_with_its_file(name, tmp_path):
     path = write_step(tmp_path, metadata={"loss_mode": name})
-    with pytest.raises(ConfigError, match=f"{path}: loss_mode='{name}' is unknown.*; choose from flow_grpo"):
+    with pytest.raises(ConfigError, match=f"{path}: loss_mode='{name}' .* from flow_grpo,"):
         read_dumped(tmp_path)
 
 

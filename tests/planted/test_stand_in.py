@@ -74,7 +74,7 @@ def test_a_fault_that_a_run_cannot_have_is_left_out(bench):
 def test_a_stack_that_is_broken_already_is_not_drilled(bench, monkeypatch):
     true = bench._engine
     monkeypatch.setattr(bench, "_engine", lambda plant: true(ROW["log_probs_summed"].plant(0.0)))
-    with pytest.raises(BackendError, match=r"without a planted fault the doctor fails on log_probs"):
+    with pytest.raises(BackendError, match="without .* doctor .*log_probs"):
         next(drill(bench))
 
 
@@ -82,7 +82,7 @@ def test_one_prompt_is_too_few(tmp_path):
     for name in ("train.txt", "heldout.txt"):
         (tmp_path / name).write_text(f"{name}\n")
     data = {"path": str(tmp_path / "train.txt"), "heldout_path": str(tmp_path / "heldout.txt")}
-    with pytest.raises(ConfigError, match=r"data\.path='.*train\.txt' has one training prompt"):
+    with pytest.raises(ConfigError, match=r"data\.path='.*train\.txt' has one "):
         Bench(config(data=data), num_prompts=2, float32=None)
 
 

@@ -28,20 +28,17 @@ def test_a_name_may_come_with_a_size(text, size):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "named"),
     [
-        (
-            "noise_larg",
-            r"--fault='noise_larg' is unknown \(did you mean noise_large\?\); choose from latents_nan",
-        ),
-        ("noise_large=much", r"--fault noise_large=much: give a number, such as 0\.2"),
-        ("noise_large=-1", r"give a number, such as 0\.2"),
-        ("unseeded=2", r"--fault unseeded=2: it has no size: leave it away"),
-        ("guidance_off", r"--fault guidance_off has nothing to change in this run \(no guidance\)"),
+        ("noise_larg", r"noise_large\?\); .* latents_nan,"),
+        ("noise_large=much", r" 0\.2$"),
+        ("noise_large=-1", r" 0\.2$"),
+        ("unseeded=2", "no size"),
+        ("guidance_off", r"\(no guidance\)"),
     ],
 )
-def test_what_cannot_be_planted_is_refused(text, message):
-    with pytest.raises(ConfigError, match=message):
+def test_what_cannot_be_planted_is_refused(text, named):
+    with pytest.raises(ConfigError, match=rf"^--fault[= ]'?{text}.*{named}"):
         parse_fault(text, small_config())
 
 

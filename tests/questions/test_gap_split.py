@@ -1,5 +1,6 @@
 """The gap of stale rollouts, split into the engine's part and that of older weights."""
 
+import re
 import shutil
 
 import pytest
@@ -102,7 +103,7 @@ def test_samples_of_several_versions_are_scored_each_by_its_own(history):
 
 def test_a_version_that_is_not_kept_is_named(history):
     run, rollouts, _, versions = history
-    with pytest.raises(BackendError, match=r"version 1 sampled, and keeps only \[0, 2\]"):
+    with pytest.raises(BackendError, match=r"version 1 .* \[0, 2\]: "):
         behaviour_scores(run.actor, rollouts[1], [versions[0], versions[2]], with_means=False)
 
 
@@ -111,7 +112,7 @@ def test_the_present_weights_come_back_after_failures(history):
     present = run.actor.weights.snapshot().tensors
     *_, last = present
     damaged = {**versions[0].tensors, last: torch.zeros(3)}  # found out when the others have been loaded
-    with pytest.raises(BatchError, match="has shape"):
+    with pytest.raises(BatchError, match=rf"{re.escape(last)} .* \[3\] "):
         behaviour_scores(run.actor, rollouts[0], [Weights(version=0, tensors=damaged)], with_means=False)
     assert_same_weights(run.actor.weights.snapshot().tensors, present)
     with pytest.raises(KeyError), run.actor.weights.swapped(versions[0].tensors):

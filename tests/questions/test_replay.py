@@ -281,9 +281,7 @@ def test_windows_are_those_that_the_seeds_give(layout, share, make_training):
 def test_a_version_that_was_never_sent_stops_the_first_step(make_training):
     run = make_training()
     returning(policy_versions=lambda rollout: rollout.policy_versions + 1)(run.engine)
-    with pytest.raises(
-        BackendError, match=r"version 2 sampled, and the newest are of version 1: Rollout.policy_versions"
-    ):
+    with pytest.raises(BackendError, match=r"version 2 .* version 1: Rollout\.policy_versions"):
         collect(run, PROMPTS, range(2), STEP)
 
 
@@ -291,7 +289,7 @@ def test_an_engine_without_final_latents_is_an_error(make_training):
     run = make_training()
     sample = run.engine.sample
     run.engine.sample = lambda *args, **kwargs: replace(sample(*args, **kwargs), final_latents=None)
-    with pytest.raises(BackendError, match=r"return them, or set rollout.replay_every: 0"):
+    with pytest.raises(BackendError, match=r"Rollout\.final_latents, .*rollout\.replay_every: 0"):
         replayed(run)
 
 
@@ -304,9 +302,7 @@ def test_an_engine_that_resizes_its_images_is_an_error(make_training):
         return replace(rollout, images=rollout.images[:, :8])
 
     run.engine.sample = cropped
-    with pytest.raises(
-        BackendError, match=r"images have shape \[8, 32, 3\], and the trainer decodes \[16, 32, 3\]"
-    ):
+    with pytest.raises(BackendError, match=r" \[8, 32, 3\], .* \[16, 32, 3\] .*Rollout\.images "):
         replayed(run)
 
 

@@ -184,8 +184,6 @@ def test_an_evaluation_keeps_the_images_that_are_shown(finished, monkeypatch):
 def test_an_evaluation_may_have_its_own_size(finished):
     size = ("trainer.eval_height=16", "trainer.eval_width=48")
     assert trainer.evaluate_run(finished, overrides=size)[1].images.shape == (4, 16, 48, 3)
-    with pytest.raises(ConfigError, match=r"trainer\.eval_height=17, trainer\.eval_width=None: .* 16$"):
-        trainer.evaluate_run(finished, overrides=("trainer.eval_height=17",))
 
 
 def test_an_evaluation_restores_no_optimizer(finished, monkeypatch):
@@ -199,31 +197,42 @@ def test_an_evaluation_restores_no_optimizer(finished, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("which", "overrides", "named"),
+    ("which", "overrides", "error", "named"),
     [
-        ("last", ["model.lora.rank=2"], r"step_000004 .*to_q\.lora_A.* \[4, 96\] .* \[2, 96\]$"),
-        ("latest", [], "checkpoint='latest' .*; give best, last "),
+        (
+            "last",
+            ["model.lora.rank=2"],
+            CheckpointError,
+            r"step_000004 .*to_q\.lora_A.* \[4, 96\] .* \[2, 96\]$",
+        ),
+        ("latest", [], CheckpointError, "checkpoint='latest' .*; give best, last "),
+        (
+            "best",
+            ["trainer.eval_height=17"],
+            ConfigError,
+            r"trainer\.eval_height=17, trainer\.eval_width=None: .* 16$",
+        ),
     ],
 )
-def test_evaluate_run_refuses_what_does_not_fit(finished, which, overrides, named):
-    with pytest.raises(CheckpointError, match=named):
+def test_evaluate_run_refuses_what_does_not_fit(finished, which, overrides, error, named):
+    with pytest.raises(error, match=named):
         trainer.evaluate_run(finished, which=which, overrides=overrides)
 
 
 @pytest.mark.parametrize(
-    ("facts", "message"),
+    ("facts", "named"),
     [
-        ({"best": "x"}, "best='x' must be a step and its score, or null"),
-        ({"best": [-1, 0.5]}, r"best=\[-1, 0.5\] must be"),
-        ({"best": ["../..", 0.5]}, "must be a step and its score"),
-        ({"best": None, "version": None}, "is damaged: KeyError: 'version'"),
+        ({"best": "x"}, "best='x' .* null$"),
+        ({"best": [-1, 0.5]}, r"best=\[-1, 0\.5\] .* null$"),
+        ({"best": ["../..", 0.5]}, r"best=\['\.\./\.\.', 0\.5\] .* null$"),
+        ({"best": None, "version": None}, "KeyError: 'version'$"),
     ],
 )
-def test_a_checkpoint_of_a_stranger_is_one_line(facts, message, finished):
+def test_a_checkpoint_of_a_stranger_is_one_line(facts, named, finished):
     """Its digests are right, and its facts are not."""
     state = checkpoint.load_latest(finished / "checkpoints")[1]
     facts = {**state.facts, **facts}
     facts = {name: value for name, value in facts.items() if value is not None or name == "best"}
     checkpoint.save(finished / "checkpoints", replace(state, facts=facts), lambda folder: None)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=f"step_000004 is damaged: {named}"):
         trainer.evaluate_run(finished)

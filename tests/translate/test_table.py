@@ -130,11 +130,18 @@ def test_a_section_may_be_a_source():
     )
 
 
-def test_a_configuration_of_something_else_lacks_keys():
-    with pytest.raises(ConfigError, match=r" other, .* b, c, d, e, \.\.\.$"):
-        translate_values({"a": 1}, table(required=tuple("abcdef")))
-    with pytest.raises(ConfigError, match="not hold group, "):
-        translate_values({}, table(absent={"optim.lr": 1e-3}))
+@pytest.mark.parametrize(
+    ("given", "changes", "named"),
+    [
+        ({"a": 1}, {"required": tuple("abcdef")}, r" other, .* b, c, d, e, \.\.\.$"),
+        ({}, {"absent": {"optim.lr": 1e-3}}, "not hold group, "),
+        ({}, {"refuse": lambda get: f"group={get('group')} makes videos"}, "^group=16 makes videos$"),
+        ({"group": 4}, {"only": {"group": (None, 8)}}, "^group=4 .* 8$"),
+    ],
+)
+def test_a_configuration_of_no_run_of_the_other_trainer_is_refused(given, changes, named):
+    with pytest.raises(ConfigError, match=named):
+        translate_values(given, table(**changes))
 
 
 @pytest.mark.parametrize(
@@ -199,13 +206,6 @@ def test_of_two_rows_of_a_line_only_the_one_that_makes_it_has_sources():
     rows = (Row("group", "rollout.n", lambda get: None), Row("optim.lr", "rollout.n", lambda get: 8))
     found = translate_values({"group": 4, "optim": {"lr": 0.1}}, table(rows=rows))
     assert found.lines["rollout.n"].comment == "optim.lr"
-
-
-def test_a_run_that_cannot_be_made_is_refused():
-    with pytest.raises(ConfigError, match="^group=16 makes videos$"):
-        translate_values({}, table(refuse=lambda get: f"group={get('group')} makes videos"))
-    with pytest.raises(ConfigError, match="^group=4 .* 8$"):
-        translate_values({"group": 4}, table(only={"group": (None, 8)}))
 
 
 def test_names_of_dtypes():

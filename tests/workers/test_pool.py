@@ -200,12 +200,10 @@ def test_without_the_dispatcher_everything_fails_at_once():
     (dispatcher,) = dispatchers() - others
     dispatcher.kill()
     begin = time.monotonic()
-    for future in (busy, waiting, pool.submit("a pause", "pid")):
+    for answer in (busy.result, waiting.result, pool.submit("a pause", "pid").result, pool.check):
         with pytest.raises(BackendError, match=r"lost, .*--resume \(ActorDied"):
-            future.result(timeout=600)
+            answer()
     assert time.monotonic() - begin < 60
-    with pytest.raises(BackendError, match="lost"):
-        pool.check()
     pool.close()
     assert events.kinds() == ["workers_lost"]
     wait_for(lambda: not runs(place["pid"]))

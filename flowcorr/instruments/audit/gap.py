@@ -27,7 +27,7 @@ def measure_gap(actor: DiffusionActor, rollout: Rollout) -> Terms:
     """
     if rollout.window.means is None or rollout.window.stds is None:
         raise BackendError(
-            "the rollout engine returns no step means, and the audit computes the exact KL from them"
+            "the rollout engine returns no Window.means or no Window.stds, from which the audit computes the exact KL"
         )
     return _gap(actor.log_probs(rollout, with_means=True), rollout)
 

@@ -188,7 +188,9 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
         }
         rollout = as_rollout(engine.sample(rows, groups, training_step=training_step, with_means=True))
         if rollout.window.means is None or rollout.window.stds is None:
-            raise BackendError("the rollout engine returns no step means and stds, which the doctor compares")
+            raise BackendError(
+                "the rollout engine returns no Window.means or no Window.stds, which the doctor compares"
+            )
         members = torch.arange(rollout.num_samples) % actor.config.rollout.n
         return replace(rollout, members=members).to(actor.device)
 

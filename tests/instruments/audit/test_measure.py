@@ -5,11 +5,15 @@ import math
 import pytest
 import yaml
 
-from flowcorr.errors import BackendError, ConfigError
+from flowcorr.errors import ConfigError
 from flowcorr.instruments.audit import advice as rules
 from flowcorr.instruments.audit import audit, measure
 from flowcorr.instruments.audit.facts import NEGLIGIBLE_NATS
 from flowcorr.instruments.audit.measure import Cost
+
+
+class Built(Exception):
+    """Ends an audit where its engine would be built."""
 
 
 def kind_in(report):
@@ -32,10 +36,10 @@ def test_an_audit_samples_no_more_than_it_needs(small, monkeypatch, prompts, n, 
     def build(config, _, texts):
         assert config.rollout.prompts_per_step == taken
         assert len(texts) == taken * measure.NUM_BATCHES
-        raise BackendError("built")
+        raise Built
 
     monkeypatch.setattr(measure, "build_stacks", build)
-    with pytest.raises(BackendError, match="built"):
+    with pytest.raises(Built):
         audit(small(rollout={"prompts_per_step": prompts, "n": n}, actor={"mini_batches": 2}))
 
 
@@ -125,5 +129,5 @@ def test_the_engine_and_staleness_are_told_apart(small):
 
 
 def test_batches_are_needed(small):
-    with pytest.raises(ConfigError, match="--batches 0 measures nothing"):
+    with pytest.raises(ConfigError, match="^--batches 0 .* 1 "):
         audit(small(), num_batches=0)

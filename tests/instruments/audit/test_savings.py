@@ -142,5 +142,5 @@ def test_a_run_is_measured_with_the_weights_it_has_learned(tmp_path, capsys):
 
 
 def test_no_batch_measures_nothing():
-    with pytest.raises(ConfigError, match=r"--batches 0 measures nothing"):
+    with pytest.raises(ConfigError, match="^--batches 0 .* 1 "):
         audit_savings(load("tiny_jpeg_lora"), num_batches=0)

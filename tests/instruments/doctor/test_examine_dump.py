@@ -144,12 +144,12 @@ def test_what_was_not_captured_is_not_judged(without, tmp_path):
 
 
 def test_a_folder_without_samples_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="holds no captured samples"):
+    with pytest.raises(ConfigError, match=rf"^{tmp_path} .*\(replay_000000\.safetensors\)"):
         examine_dump(tmp_path, SHALLOW)
 
 
 def test_samples_of_another_model_are_refused(tmp_path):
     changes = {"initial_noise": [[0.0] * 7] * 8}
     folder = dump_steps(tmp_path, changes=changes, without=("latents", "next_latents", "final_latents"))
-    with pytest.raises(ConfigError, match="have 7 elements a sample, and this model's latents have 128 for"):
+    with pytest.raises(ConfigError, match="initial_noise have 7 .* 128 .* 16 x 32:"):
         examine_dump(folder, SHALLOW)

@@ -18,11 +18,11 @@ def test_weights_come_back_where_the_engine_fails(small_run):
     def dies_at_last(*args, **kwargs):
         calls.append(args)
         if len(calls) == 5:
-            raise BackendError("the engine died")
+            raise BackendError("died")
         return sample(*args, **kwargs)
 
     run.engine.sample = dies_at_last
-    with pytest.raises(BackendError, match="the engine died"):
+    with pytest.raises(BackendError, match="^died$"):
         examine(run.actor, run.engine, run.conditioning)
     assert all(
         torch.equal(run.actor.weights.parameters[name], value) for name, value in before.tensors.items()
@@ -52,7 +52,7 @@ def test_velocity_gap_is_that_of_the_velocities(small_run):
 def test_an_engine_without_step_means_cannot_be_examined(small_run):
     run = small_run(stirred=False)
     returning(means=lambda rollout: None)(run.engine)
-    with pytest.raises(BackendError, match="no step means"):
+    with pytest.raises(BackendError, match=r"Window\.means .*doctor"):
         examine(run.actor, run.engine, run.conditioning)
 
 

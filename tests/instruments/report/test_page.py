@@ -272,13 +272,11 @@ def test_the_json_has_every_number_that_the_page_draws(tmp_path):
 
 
 def test_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="holds no run"):
-        report([tmp_path])
     folder = write_run(tmp_path / "a")
     (folder / "metrics.jsonl").unlink()
-    with pytest.raises(ConfigError, match="holds no metrics yet"):
+    with pytest.raises(ConfigError, match=r"a/metrics\.jsonl holds no"):
         report([folder])
-    with pytest.raises(BackendError, match="--out"):
+    with pytest.raises(BackendError, match=f"^{tmp_path} .*--out$"):
         save_page(report([write_run(tmp_path / "b")]), tmp_path)
 
 

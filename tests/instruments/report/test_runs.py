@@ -78,7 +78,7 @@ def test_the_error_of_a_run_is_shown_without_its_secrets(tmp_path):
 def test_a_size_of_latents_that_cannot_be_is_named(size, tmp_path):
     folder = write_run(tmp_path / "a")
     (folder / "metrics.jsonl").write_text(f'{{"step": 1, "rollout/num_elements": {size}}}\n')
-    with pytest.raises(ConfigError, match="rollout/num_elements=.* at step 1 must be a whole number from 1"):
+    with pytest.raises(ConfigError, match=rf"a/metrics\.jsonl: rollout/num_elements={size} .* step 1 .* 1$"):
         read_run(folder)
 
 
@@ -88,9 +88,7 @@ def test_of_damaged_files_the_page_tells(tmp_path):
         file.write('{"step": 9, "reward/mean": "high"}\n')
     (folder / "log_probs").mkdir()
     (folder / "log_probs" / "step_000001.safetensors").write_bytes(b"torn")
-    with pytest.warns(
-        UserWarning, match="metrics.jsonl: left out 1 lines|1 of 1 dumped steps cannot be read"
-    ):
+    with pytest.warns(UserWarning, match=r"a/metrics\.jsonl: |^1 of 1 "):
         run = read_run(folder)
     lines, steps = run.notes
     assert lines.startswith(f"{folder / 'metrics.jsonl'}: left out 1")
@@ -101,7 +99,7 @@ def test_of_damaged_files_the_page_tells(tmp_path):
 def test_if_no_record_is_left_the_first_line_is_named(tmp_path):
     folder = write_run(tmp_path / "a")
     (folder / "metrics.jsonl").write_text("step,reward\n1,0.5\n")
-    with pytest.raises(ConfigError, match="the first at line 1: 'step,reward' is no JSON; no record is left"):
+    with pytest.raises(ConfigError, match=r"a/metrics\.jsonl: .* line 1: 'step,reward' "):
         read_run(folder)
 
 

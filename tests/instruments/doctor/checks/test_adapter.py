@@ -66,15 +66,13 @@ def test_a_wrong_family_is_named(config_of, family, part):
 
 @pytest.mark.parametrize(("family", "part"), [(Late, "timestep"), (Forgetful, "negative prompt")])
 def test_training_warns_of_a_wrong_family(config_of, family, part):
-    with pytest.warns(
-        UserWarning, match=rf"{family.__name__} differs from its pipeline's own call in .*{part}"
-    ):
+    with pytest.warns(UserWarning, match=rf"{family.__name__} differs .*{part}"):
         run, _ = build_run(config_of(family))
     run.engine.close()
 
 
 def test_guidance_without_a_negative_side_is_refused(config_of):
-    with pytest.raises(ConfigError, match=r"Unguided: sampling\.guidance_scale=4 would have no effect"):
+    with pytest.raises(ConfigError, match=r"Unguided: sampling\.guidance_scale=4 "):
         build_run(config_of(Unguided))
 
 
