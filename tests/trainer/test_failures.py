@@ -307,5 +307,5 @@ def test_a_config_of_ones_own_is_held_to_the_rules_across_sections(tmp_path):
 def test_what_is_quick_to_fail_fails_before_the_model_loads(fragile, tmp_path, override, error, named):
     """And leaves the folder free."""
     with pytest.raises(error, match=named):
-        trainer.train(small_config("model.path=/nowhere", override), tmp_path)
-    run_folder.claim(tmp_path, small_config(), resume=False)
+        trainer.train(small_config("model.path=/nowhere", override), tmp_path / "run")
+    run_folder.claim(tmp_path / "run", small_config(), resume=False)

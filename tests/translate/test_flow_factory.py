@@ -165,105 +165,108 @@ def test_rewards_of_evaluations_alone_are_gold(factory):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
         (
             {"train__trainer_type": "nft"},
-            "^train.trainer_type=nft has no equivalent here; flowcorr translates grpo",
+            "^train.trainer_type=nft .* grpo ",
         ),
         (
             {"train__trainer_type": "grpo-guard"},
-            "^train.trainer_type=grpo-guard weighs no step by its length",
+            "^train.trainer_type=grpo-guard .*grpo_guard ",
         ),
         (
             {"model__model_type": "wan2_t2v"},
-            "^model.model_type=wan2_t2v makes videos, .* start from the recipe wan_ocr_lora",
+            "^model.model_type=wan2_t2v .* recipe wan_ocr_lora,",
         ),
         (
             {"model__model_type": "ltx2_t2av"},
-            "^model.model_type=ltx2_t2av belongs to no family that flowcorr knows: sd3",
+            "^model.model_type=ltx2_t2av .*: sd3-5, ",
         ),
-        ({"model__model_type": "flux1"}, "is no model of model.model_type=flux1"),
-        ({"train__kl_beta": 0.01}, "^train.kl_beta=0.01 weighs the distance of velocities or latents"),
-        ({"train__ema_decay_schedule": "cosine"}, "^train.ema_decay_schedule=cosine has no equivalent here"),
-        ({"train__ema_decay": 1.5}, r"^train.ema_decay=1.5 must be in \[0, 1\)"),
-        ({"train__advantage_aggregation": "max"}, "^train.advantage_aggregation=max has no equivalent here"),
+        ({"model__model_type": "flux1"}, "^model.model_name_or_path=.* model.model_type=flux1 "),
+        ({"train__kl_beta": 0.01}, "^train.kl_beta=0.01 .*actor.kl_coef "),
+        ({"train__ema_decay_schedule": "cosine"}, "^train.ema_decay_schedule=cosine .* power, constant "),
+        ({"train__ema_decay": 1.5}, r"^train.ema_decay=1.5 .* \[0, 1\)"),
+        ({"train__advantage_aggregation": "max"}, "^train.advantage_aggregation=max .* sum, gdpo "),
         (
             {"train__clip_range": [-1e-4, 2e-4]},
-            r"^train.clip_range=\[-0.0001, 0.0002\] has no equivalent here",
+            r"^train.clip_range=\[-0.0001, 0.0002\] .*symmetric",
         ),
-        ({"train__adv_clip_range": "much"}, "^train.adv_clip_range='much' must be a number"),
-        ({"scheduler__dynamics_type": "ODE"}, "^scheduler.dynamics_type=ODE has no equivalent here"),
-        ({"scheduler__sde_steps": [1, 3]}, r"^scheduler.sde_steps=\[1, 3\] has gaps"),
-        ({"scheduler__sde_steps": []}, r"^scheduler.sde_steps=\[\] has gaps"),
-        ({"scheduler__sde_steps": ["a"]}, r"^scheduler.sde_steps=\['a'\] must be a list of whole numbers"),
-        ({"scheduler__num_sde_steps": 0}, "^scheduler.num_sde_steps=0 must be a whole number of at least 1"),
+        ({"train__adv_clip_range": "much"}, "^train.adv_clip_range='much' .* number"),
+        ({"scheduler__dynamics_type": "ODE"}, "^scheduler.dynamics_type=ODE .* Flow-SDE, "),
+        ({"scheduler__sde_steps": [1, 3]}, r"^scheduler.sde_steps=\[1, 3\] .*gaps"),
+        ({"scheduler__sde_steps": []}, r"^scheduler.sde_steps=\[\] .*gaps"),
+        ({"scheduler__sde_steps": ["a"]}, r"^scheduler.sde_steps=\['a'\] .*whole numbers"),
+        ({"scheduler__num_sde_steps": 0}, "^scheduler.num_sde_steps=0 .* 1, or null"),
         (
             {"data__sampler_type": "group_distributed"},
-            "^data.sampler_type=group_distributed has no equivalent here",
+            "^data.sampler_type=group_distributed .* auto, ",
         ),
-        ({"model__target_modules": "all"}, "^model.target_modules=all adapts every linear layer"),
+        ({"model__target_modules": "all"}, "^model.target_modules=all .* list "),
         (
             {"model__lora_rank": 0},
-            "^model.lora_rank=0 makes no adapter; use at least 1, or finetune_type=full",
+            "^model.lora_rank=0 .* 1, or finetune_type=full ",
         ),
         (
             {"model__target_components": "transformer_2"},
-            "^model.target_components=transformer_2 has no equivalent",
+            "^model.target_components=transformer_2 .* transformer, ",
         ),
         (
             {"model__resume_type": "state"},
-            "^model.resume_type=state has no equivalent here; flowcorr translates lora",
+            "^model.resume_type=state .* lora ",
         ),
         (
             {"model__finetune_type": "full", "model__resume_path": "x"},
-            "^model.resume_path is of a run that trains all",
+            "^model.resume_path .* all weights; .*model.path ",
         ),
         (
             {"model__finetune_type": "full", "model__master_weight_dtype": "fp16"},
-            "^model.master_weight_dtype=fp16 with mixed_precision=bf16 has no equivalent here",
+            "^model.master_weight_dtype=fp16 with mixed_precision=bf16 ",
         ),
         # Names of older revisions, with which other defaults held.
         (
             {"scheduler__train_steps": [1, 2]},
-            r"^scheduler.train_steps=\[1, 2\] is of .*; write scheduler.sde_steps",
+            r"^scheduler.train_steps=\[1, 2\] .* scheduler.sde_steps,",
         ),
         (
             {"scheduler__num_train_steps": 1},
-            "^scheduler.num_train_steps=1 is .*; write scheduler.num_sde_steps",
+            "^scheduler.num_train_steps=1 .* scheduler.num_sde_steps,",
         ),
-        ({"mixed_precision": "fp8"}, "^mixed_precision='fp8' is unknown; choose from"),
-        ({"num_processes": None}, "^num_processes is not set, which decides the prompts per step"),
-        ({"num_processes": 0}, "^num_processes=0 must be at least 1"),
+        ({"mixed_precision": "fp8"}, "^mixed_precision='fp8' .* no, fp32, "),
+        ({"num_processes": None}, "^num_processes is not set, "),
+        ({"num_processes": 0}, "^num_processes=0 .* 1 "),
         (
             {"train__group_size": 1},
-            "^train.group_size=1 gives an image no other to be compared with; use 2 or more",
+            "^train.group_size=1 .* 2 or more",
         ),
-        ({"train__num_inference_steps": 10**9}, "^train.num_inference_steps=1000000000 must be 2 to 1000"),
+        ({"train__num_inference_steps": 10**9}, "^train.num_inference_steps=1000000000 .* 2 to 1000 "),
         (
             {"train__gradient_accumulation_steps": 3},
-            "^train.gradient_accumulation_steps=3 splits a batch's SDE steps",
+            "^train.gradient_accumulation_steps=3 .* 2 that divides 36 ",
         ),
-        ({"train__gradient_accumulation_steps": 8}, "use a multiple of 2 that divides 36"),
+        (
+            {"train__gradient_accumulation_steps": 8},
+            "^train.gradient_accumulation_steps=8 .* 2 that divides 36 ",
+        ),
         (
             {
                 "train__gradient_accumulation_steps": 2,
                 "num_processes": 1,
                 "train__unique_sample_num_per_epoch": 1,
             },
-            "^3 updates of an epoch have 1 prompts, but flowcorr never splits a group",
+            "^3 updates .* 1 prompts, ",
         ),
-        ({"train__resolution": "large"}, "^train.resolution='large' must be a whole number"),
-        ({"rewards": []}, r"^rewards=\[\] must name a reward_model"),
-        ({"rewards": [{"name": "a"}]}, "^rewards={'name': 'a'} must be a section with a reward_model"),
+        ({"train__resolution": "large"}, "^train.resolution='large' .* whole number"),
+        ({"rewards": []}, r"^rewards=\[\] .*reward_model"),
+        ({"rewards": [{"name": "a"}]}, "^rewards={'name': 'a'} .*reward_model"),
         (
             {"rewards": [{"reward_model": "OCR", "weight": "x"}]},
-            r"^rewards\[0\]\.weight='x' must be a number",
+            r"^rewards\[0\]\.weight='x' .* number",
         ),
     ],
 )
-def test_what_is_no_run_of_flowcorr_is_refused(factory, changes, message):
-    with pytest.raises(ConfigError, match=message):
+def test_what_is_no_run_of_flowcorr_is_refused(factory, changes, named):
+    with pytest.raises(ConfigError, match=named):
         factory(**changes)
 
 

@@ -63,37 +63,40 @@ def test_a_reward_of_latents_is_named(omni):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "named"),
     [
-        ((SEVERAL,), "^reward.reward_functions is empty, but reward.reward_manager.name=MultiVisual"),
+        ((SEVERAL,), "^reward.reward_functions is empty, .*name=MultiVisual"),
         (
             (SEVERAL, f"+{FUNCTIONS}.a.weight=1"),
-            "^reward.reward_functions.a={'weight': 1} must be a section with",
+            "^reward.reward_functions.a={'weight': 1} .* path ",
         ),
         (
             (SEVERAL, f"+{FUNCTIONS}.a.path=b.py", f"+{FUNCTIONS}.a.weight=x"),
-            r"^reward\.reward_functions\.a\.weight='x' must be a number",
+            r"^reward\.reward_functions\.a\.weight='x' .* number",
         ),
         (
             ("reward.reward_model.model_path=null",),
-            "^reward.reward_model.model_path is not set, but genrm_ocr.py",
+            "^reward.reward_model.model_path is not set, .*genrm_ocr.py",
         ),
         (
             (f"{OMNI}model.target_modules=to_q",),
-            "model.target_modules=to_q is a pattern of whole names to peft",
+            r"model\.target_modules=to_q .* \['to_q','to_k'\]",
         ),
-        ((f"{OMNI}model.target_modules='to_q,to_k'",), "model.target_modules=to_q,to_k is a pattern"),
-        ((f"{OMNI}actor.fsdp_config.model_dtype=int8",), "model_dtype='int8' is unknown; choose from no"),
+        (
+            (f"{OMNI}model.target_modules='to_q,to_k'",),
+            r"model\.target_modules=to_q,to_k .* \['to_q','to_k'\]",
+        ),
+        ((f"{OMNI}actor.fsdp_config.model_dtype=int8",), "model_dtype='int8' .* no, fp32, "),
         (
             (f"{OMNI}rollout.algo.sde_window_range=[1]",),
-            r"sde_window_range=\[1\] must be a list of 2 numbers",
+            r"sde_window_range=\[1\] .* 2 numbers",
         ),
-        (("data.train_files=[a,b]",), r"^data\.train_files=\['a', 'b'\] must be one file"),
-        (("data.val_files=null",), r"^data\.val_files is not set; give the file"),
+        (("data.train_files=[a,b]",), r"^data\.train_files=\['a', 'b'\] .* one file"),
+        (("data.val_files=null",), r"^data\.val_files is not set;"),
     ],
 )
-def test_values_that_cannot_be_told_are_refused(omni, overrides, message):
-    with pytest.raises(ConfigError, match=message):
+def test_values_that_cannot_be_told_are_refused(omni, overrides, named):
+    with pytest.raises(ConfigError, match=named):
         omni(*overrides)
 
 
@@ -138,87 +141,87 @@ def test_trackers_that_flowcorr_lacks_are_named(omni):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "named"),
     [
         (
             ("algorithm.trainer_type=direct_preference",),
-            "direct_preference has no equivalent here; flowcorr has pol",
+            "trainer_type=direct_preference .* policy_gradient ",
         ),
-        (("algorithm.adv_estimator=dual_grpo",), "^algorithm.adv_estimator=dual_grpo has no equivalent here"),
-        (("algorithm.sample_source=offline",), "^algorithm.sample_source=offline has no equivalent here"),
-        ((f"{OMNI}model.algorithm=dual_grpo",), "model.algorithm=dual_grpo has no equivalent here"),
+        (("algorithm.adv_estimator=dual_grpo",), "^algorithm.adv_estimator=dual_grpo .* flow_grpo, "),
+        (("algorithm.sample_source=offline",), "^algorithm.sample_source=offline .* online "),
+        ((f"{OMNI}model.algorithm=dual_grpo",), "model.algorithm=dual_grpo .* flow_grpo, "),
         (
             (f"{OMNI}actor.diffusion_loss.loss_mode=diffusion_nft",),
-            "loss_mode=diffusion_nft has no equivalent here",
+            "loss_mode=diffusion_nft .* flow_grpo, ",
         ),
-        ((f"{OMNI}actor.use_distill_loss=True",), "use_distill_loss=True has no equivalent here"),
-        (("distillation.enabled=True",), "^distillation.enabled=True has no equivalent here"),
+        ((f"{OMNI}actor.use_distill_loss=True",), "use_distill_loss=True "),
+        (("distillation.enabled=True",), "^distillation.enabled=True "),
         (
             (f"{OMNI}rollout.algo.sample_strategy=progressive",),
-            "progressive has no equivalent here; flowcorr has random",
+            "sample_strategy=progressive .* random ",
         ),
         (
             (f"{OPTIM}.optimizer=Muon",),
-            "optimizer=Muon has no equivalent here; flowcorr has AdamW, AdamW8bit, adamw",
+            "optimizer=Muon .* AdamW, AdamW8bit, adamw ",
         ),
-        ((f"{OPTIM}.num_cycles=1",), "num_cycles=1.0 has no equivalent here"),
+        ((f"{OPTIM}.num_cycles=1",), "num_cycles=1.0 .* 0.5 "),
         (
             (f"+{OPTIM}.override_optimizer_config.amsgrad=true",),
-            "override_optimizer_config={'amsgrad': True} has no",
+            "override_optimizer_config={'amsgrad': True} ",
         ),
-        (("reward.aggregation=product",), "^reward.aggregation=product has no equivalent here"),
-        (("reward.reward_manager.name=Mine",), "^reward.reward_manager.name=Mine has no equivalent here"),
-        ((f"{OMNI}model.lora_init_weights=pissa",), "lora_init_weights=pissa has no equivalent here"),
-        ((f"{OMNI}model.exclude_modules=img_in",), "exclude_modules=img_in has no equivalent here"),
-        (("model_engine=megatron",), "^model_engine=megatron has no equivalent here"),
-        ((f"{OMNI}rollout.pipeline.num_frames=81",), "num_frames=81 makes videos"),
+        (("reward.aggregation=product",), "^reward.aggregation=product .* weighted_sum "),
+        (("reward.reward_manager.name=Mine",), "^reward.reward_manager.name=Mine .* VisualRewardManager, "),
+        ((f"{OMNI}model.lora_init_weights=pissa",), "lora_init_weights=pissa "),
+        ((f"{OMNI}model.exclude_modules=img_in",), "exclude_modules=img_in "),
+        (("model_engine=megatron",), "^model_engine=megatron .* dp_diffusion, "),
+        ((f"{OMNI}rollout.pipeline.num_frames=81",), "num_frames=81 .*videos"),
         (
             (f"{OMNI}model.path=Qwen/Qwen-Image-Edit",),
-            "Qwen-Image-Edit edits images, .* start from the recipe qwen_image_edit_plus_lora",
+            "path=Qwen/Qwen-Image-Edit .* recipe qwen_image_edit_plus_lora,",
         ),
-        ((f"{OMNI}model.path=black-forest-labs/FLUX.1-dev",), "FLUX.1-dev names no model of the families"),
-        ((f"{OMNI}rollout.name=null",), "rollout.name is not set, which verl-omni needs"),
-        ((f"{OMNI}rollout.n=1",), "gives an image no other to be compared with"),
+        ((f"{OMNI}model.path=black-forest-labs/FLUX.1-dev",), "path=.*/FLUX.1-dev .*: sd3, qwen_image;"),
+        ((f"{OMNI}rollout.name=null",), "rollout.name is not set, "),
+        ((f"{OMNI}rollout.n=1",), "rollout.n=1 .* 2 or more"),
         (
             ("trainer.total_training_steps=null",),
-            r"^trainer.total_training_steps is not set, .*give it: total_epochs=30",
+            "^trainer.total_training_steps is not set, .* total_epochs=30 ",
         ),
         (
             ("data.train_batch_size=8",),
-            r"^data.train_batch_size=8 must be a multiple of .*ppo_mini_batch_size=16",
+            "^data.train_batch_size=8 .*ppo_mini_batch_size=16 ",
         ),
-        (("data.train_batch_size=24",), r"^data.train_batch_size=24 must be a multiple of"),
-        ((f"{OMNI}actor.ppo_mini_batch_size=0",), "ppo_mini_batch_size=0 must be at least 1"),
+        (("data.train_batch_size=24",), "^data.train_batch_size=24 .*ppo_mini_batch_size=16 "),
+        ((f"{OMNI}actor.ppo_mini_batch_size=0",), "ppo_mini_batch_size=0 .* 1 "),
         (
             (f"{OMNI}model.algorithm=flow_dppo", f"{OMNI}actor.diffusion_loss.add_kl_coefficient=False"),
-            "bounds a squared distance",
+            "add_kl_coefficient=false .*exact KL",
         ),
         (
             (f"{OMNI}model.algorithm=grpo_guard", f"{OMNI}rollout.algo.sde_type=cps"),
-            "sde_type=cps gives grpo_guard a std multiplied by sqrt",
+            "sde_type=cps .*grpo_guard .* sde ",
         ),
         (
             (f"{OMNI}model.algorithm=flow_dppo", f"{OMNI}rollout.algo.sde_type=dance_sde"),
-            "sde_type=dance_sde gives flow_dppo a std",
+            "sde_type=dance_sde .*flow_dppo .* sde ",
         ),
         (
             ("trainer.use_v1=True", "trainer.v1.trainer_mode=separate_async"),
-            "^trainer.v1.separate_async.parameter_sync_step=4 counts as many batches as one step",
+            "^trainer.v1.separate_async.parameter_sync_step=4 .* 1 ",
         ),
         (
             (f"{OMNI}actor.strategy=veomni", f"{OPTIM}.lr_scheduler_type=cosine"),
-            "lr_scheduler_type=cosine is no schedule",
+            "lr_scheduler_type=cosine .* constant ",
         ),
         (
             (f"{OPTIM}.lr_scheduler_type=linear",),
-            "lr_scheduler_type=linear is no schedule",
+            "lr_scheduler_type=linear .* constant ",
         ),
-        ((f"{OPTIM}.lr_warmup_steps_ratio=.nan",), "lr_warmup_steps_ratio=nan must be a finite number"),
-        ((f"{OMNI}actor.fsdp_config.dtype=fp16",), "dtype=fp16 with weights of bfloat16 has no equivalent"),
+        ((f"{OPTIM}.lr_warmup_steps_ratio=.nan",), "lr_warmup_steps_ratio=nan .*finite"),
+        ((f"{OMNI}actor.fsdp_config.dtype=fp16",), "dtype=fp16 with weights of bfloat16 "),
     ],
 )
-def test_what_is_no_run_of_flowcorr_is_refused(omni, overrides, message):
-    with pytest.raises(ConfigError, match=message):
+def test_what_is_no_run_of_flowcorr_is_refused(omni, overrides, named):
+    with pytest.raises(ConfigError, match=named):
         omni(*overrides)
 
 
