@@ -137,7 +137,7 @@ def test_a_missing_target_is_found_before_a_model_is_loaded(
         *rest,
     ]
     settings = config.load("tiny_jpeg_lora", [f"reward.{key}=[{{name: ocr}}]", *overrides])
-    error, named = (ConfigError, f"/{place}: .* reward ocr ") if place else (Loading, "")
+    error, named = (ConfigError, f"/{place}: .* reward ocr ") if place else (Loading, None)
     with pytest.raises(error, match=named):
         build_run(settings)
 
