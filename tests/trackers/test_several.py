@@ -69,9 +69,10 @@ def test_without_the_folder_the_run_cannot_go_on_but_the_others_get_the_step(tmp
     whole = Noted()
     trackers = Trackers({"jsonl": JsonlTracker(), "whole": whole}, pytest.fail)
     trackers.start("run", tmp_path, {}, None)
-    with pytest.raises(BackendError, match=r"metrics\.jsonl .*No space left"):
-        trackers.log({"loss": 1.0}, 1)
-    assert whole.calls == ["start", "log_config", "log"]
+    for write in (lambda: trackers.log({"loss": 1.0}, 1), lambda: trackers.finish("failed")):
+        with pytest.raises(BackendError, match=r"metrics\.jsonl .*No space left"):
+            write()
+    assert whole.calls == ["start", "log_config", "log", "finish"]
 
 
 def test_one_that_cannot_start_is_an_error(tmp_path):
