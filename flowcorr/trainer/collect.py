@@ -242,9 +242,11 @@ def _find_stale(run: TrainingRun, rollout: Rollout) -> tuple[np.ndarray, Stats]:
     if stale.any():
         run.on_event("stale_dropped", samples=int(stale.sum()), of=len(stale), oldest=int(ages.max()))
     if stale.all():
+        rollout_config = run.config.rollout
         raise BackendError(
             f"the rollout engine sampled everything with weights that are {ages.min()} or more training steps old, "
-            f"and at most {run.config.rollout.max_weight_age} are allowed: it does not load new weights"
+            f"and at most {rollout_config.max_weight_age} are allowed (rollout.staleness={rollout_config.staleness}, "
+            f"rollout.max_staleness={rollout_config.max_staleness}): it does not load new weights"
         )
     stats = {
         "rollout/staleness_mean": mean(int(ages.sum()), len(ages)),

@@ -197,7 +197,7 @@ def test_samples_older_than_the_bound_are_dropped_and_counted(tmp_path):
     assert told == [("stale_dropped", {"samples": 3, "of": 6, "oldest": 2})]
 
     run.engine.sample = lambda *args, **kwargs: all_old(sample(*args, **kwargs))
-    with pytest.raises(BackendError, match=" 2 or .* most 1 "):
+    with pytest.raises(BackendError, match=r" 2 or more .*rollout\.staleness=1, "):
         train_step(run, 4, lambda phase: None)
 
 
