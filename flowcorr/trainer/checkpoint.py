@@ -111,11 +111,11 @@ def load(folder: Path) -> TrainingState:
     """
     try:
         _check_file(folder, _FACTS)
-        facts = json.loads((folder / _FACTS).read_text())
+        facts = _read_json(folder, _FACTS)
         _check_format(folder, facts.pop("format", None))  # first: another format may have other files
         for name in (_TENSORS, MANIFEST):
             _check_file(folder, name)
-        digests = json.loads((folder / MANIFEST).read_text())
+        digests = _read_json(folder, MANIFEST)
         for name, digest in {_TENSORS: None, _FACTS: None, **digests}.items():
             _check_file(folder, name)
             if _digest(folder / name) != digest:
@@ -126,8 +126,15 @@ def load(folder: Path) -> TrainingState:
             f"checkpoint {folder} cannot be read ({error}); make it readable, or move it out of {folder.parent} to go "
             "on from an older one"
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {folder} is damaged or incomplete: {error}") from error
+
+
+def _read_json(folder: Path, name: str) -> Any:
+    try:
+        return json.loads((folder / name).read_text())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"checkpoint {folder} is damaged: {name} is not JSON ({error})") from error
 
 
 def load_latest(root: Path) -> tuple[Path, TrainingState]:

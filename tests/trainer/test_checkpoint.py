@@ -101,7 +101,7 @@ def test_a_damaged_file_is_found(tmp_path, name, damage):
     else:
         altered = bytes([content[-1] ^ 1])
         path.write_bytes({"truncated": content[:-1], "altered": content[:-1] + altered, "empty": b""}[damage])
-    with pytest.raises(CheckpointError, match="step_000010 is damaged"):
+    with pytest.raises(CheckpointError, match=f"step_000010 is damaged.*: {name} "):
         checkpoint.load(path.parent)
 
 

@@ -41,10 +41,12 @@ def split_gap(actor: DiffusionActor, rollout: Rollout, history: Sequence[Weights
 
 
 def _gap(scores: Scores, rollout: Rollout) -> Terms:
-    if not (scores.log_probs.isfinite() & rollout.log_probs.isfinite()).all():
-        raise BackendError(
-            "log-probs of the rollout engine or the actor are not finite; flowcorr doctor names the cause"
-        )
+    for side, log_probs in (("rollout engine", rollout.log_probs), ("actor", scores.log_probs)):
+        if not log_probs.isfinite().all():
+            count = int((~log_probs.isfinite()).sum())
+            raise BackendError(
+                f"{count} of {log_probs.numel()} log-probs of the {side} are not finite; flowcorr doctor says why"
+            )
     batch = ActorBatch(
         rollout=rollout,
         advantages=torch.zeros_like(rollout.log_probs[:, 0]),
