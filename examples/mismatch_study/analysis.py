@@ -110,6 +110,11 @@ class Study:
         """Of all runs, evaluations included."""
         return sum(sum(self.last(arm, "cpu_total")) for arm in self.runs) / 3600
 
+    def half_way(self) -> "Study":
+        """The same runs at their first evaluation, of those that have a later one."""
+        rows = [run[0] for runs in self.runs.values() for run in runs.values() if len(run) > 1]
+        return Study(rows, self.outcome)
+
     def seconds_a_step(self, arm: Arm) -> float:
         """Seconds of one thread for a training step.
 
@@ -411,7 +416,8 @@ def cheaper(study: Study, title: str, where: str, margin: float = MARGIN) -> str
         where: the arms are compared: at equal steps, or at equal CPU time.
         margin: of the outcome.
     """
-    compared = study.equal_steps()
+    compared, half_way = study.equal_steps(), study.half_way()
+    earlier = half_way.equal_steps()
     lines = ["| Arm | steps | CPU s of training |", "|---|---|---|"]
     for arm in study.runs:
         steps = statistics.fmean(study.last(arm, "step"))
@@ -421,6 +427,7 @@ def cheaper(study: Study, title: str, where: str, margin: float = MARGIN) -> str
             *(f"## {title}", ""),
             *(*verdict(compared, where), ""),
             *(*_comparisons(study, compared, where[0].upper() + where[1:]), ""),
+            *((*_comparisons(half_way, earlier, "Half way"), "") if earlier else ()),
             *(*(f"- {within_margin(one, margin)}" for one in compared), ""),
             *lines,
         ]
