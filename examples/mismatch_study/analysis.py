@@ -341,6 +341,14 @@ def analyse(rows: Mapping[str, Rows], folder: Path) -> str:
             texts[f"{name}.md"] = cheaper(studies[name], title, "at equal CPU time") + "\n"
     if studies["longer"].runs:
         texts["longer.md"] = longer(rows["longer"]) + "\n"
+    if studies["exchanged"].runs:
+        seeds, end = (
+            {row["seed"] for row in rows["exchanged"]},
+            max(int(row["step"]) for row in rows["exchanged"]),
+        )
+        beside = [row for row in rows["longer"] if row["seed"] in seeds and int(row["step"]) <= end]
+        title = "Rewards of other samples beside longer steps"
+        texts["exchanged.md"] = cheaper(Study([*beside, *rows["exchanged"]]), title, "at equal steps") + "\n"
     if studies["longer_jpeg"].runs:
         of_detail = Study(rows["longer_jpeg"], "reward")
         title = "Longer steps under a reward of fine detail"

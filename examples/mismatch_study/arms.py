@@ -10,7 +10,8 @@ CORRUPTED_SHARE = 0.1
 # Corrupted: a tenth of the samples were drawn for another prompt, see `hooks.WrongPrompts`. Quarter: one of four
 # workers has a fault, see `hooks.OneOfFour`. nf4_trainer: the trainer is quantized and the engine is not, see
 # `hooks.UnquantizedEngine`. 12_of_24: learns from the extremes of twice as many images. longer_2, longer_6: three
-# steps, or one, in place of the six that follow the window's range.
+# steps, or one, in place of the six that follow the window's range. exchanged_4, exchanged_8: .4 or .8 of the images
+# are those of other samples of their prompt, see `hooks.ExchangedImages`.
 _EXACT = "rollout.emulate=none"  # the recipe's own engine is an fp8 one
 ROLLOUTS = {
     "fp32": (_EXACT,),
@@ -27,6 +28,8 @@ ROLLOUTS = {
     "fp32_24_of_24": (_EXACT, "rollout.n=24"),
     "fp8_longer_2": ("rollout.emulate=fp8", "sampling.post_window_stride=2"),
     "fp8_longer_6": ("rollout.emulate=fp8", "sampling.post_window_stride=6"),
+    "fp8_exchanged_4": ("rollout.emulate=fp8",),
+    "fp8_exchanged_8": ("rollout.emulate=fp8",),
     "fp32_longer_6": (_EXACT, "sampling.post_window_stride=6"),
 }
 # `all`: every step but the last, whose std is 7e-4. Smaller micro-batches halve its time and change no gradient.
@@ -137,11 +140,17 @@ class Arm:
         return self.rollout.endswith("+corrupted")
 
     @property
+    def exchanged(self) -> float:
+        """The share of images that belong to other samples."""
+        _, _, tenths = self.rollout.partition("_exchanged_")
+        return float(tenths or 0) / 10
+
+    @property
     def references(self) -> list["Arm"]:
         """What it is compared with: uncorrected training, and for weights their control; for that, no gap.
 
         Chosen samples are compared with as few and with as many that are all learned from, longer steps with the
-        recipe's own.
+        recipe's own, exchanged images with both.
         """
         plain = Arm(self.rollout, self.window, UNCORRECTED)
         if self == plain:
@@ -152,6 +161,8 @@ class Arm:
                 others = ("fp32", "fp32_24_of_24")
             elif "_longer_" in self.rollout:
                 others = (self.rollout.partition("_")[0],)
+            elif "_exchanged_" in self.rollout:
+                others = ("fp8", "fp8_longer_6")
             return [replace(self, rollout=other) for other in others]
         control = Arm(self.rollout, self.window, CONTROL)
         if self.correction == AUTO_BAND:

@@ -1,4 +1,4 @@
-"""What no recipe says: samples of a wrong prompt, a faulty worker, an unquantized engine, and controls.
+"""What no recipe says: wrong prompts, exchanged images, a faulty worker, an unquantized engine, and controls.
 
 Each wraps a part of the training step and is put in its place; nothing of flowcorr is patched.
 """
@@ -73,6 +73,29 @@ class WrongPrompts:
 
     def close(self) -> None:
         self.engine.close()
+
+
+class ExchangedImages(WrongPrompts):
+    """An engine that exchanges the images of a share of the samples within their group, and does not say so.
+
+    The reward of such a sample is that of another one of its prompt; trajectories and log-probs are right.
+    """
+
+    def sample(
+        self,
+        conditioning: Mapping[str, Tensor],
+        groups: Sequence[int],
+        *,
+        training_step: int,
+        with_means: bool,
+        on_images: OnImages = ignore_images,
+    ) -> Rollout:
+        """See `RolloutEngine.sample`."""
+        rollout = self.engine.sample(conditioning, groups, training_step=training_step, with_means=with_means)
+        wrong = self.is_wrong(rollout.num_samples, training_step)
+        rollout = replace(rollout, images=rollout.decoded[exchanged(rollout.group_ids, wrong)])
+        on_images(rollout.decoded)
+        return rollout
 
 
 class OneOfFour:
@@ -168,6 +191,15 @@ class UnquantizedEngine:
 
 
 _SCHEDULE = ("timesteps", "sigmas", "sigmas_next")
+
+
+def exchanged(group_ids: Tensor, is_wrong: Tensor) -> Tensor:
+    """`[B]`, the sample whose image each one has: the next wrong one of its group, in turn."""
+    places = torch.arange(len(group_ids))
+    for group in group_ids.unique():
+        rows = places[(group_ids == group) & is_wrong]
+        places = places.index_copy(0, rows, rows.roll(1))
+    return places
 
 
 def mixed(right: Rollout, wrong: Rollout, is_wrong: Tensor) -> Rollout:

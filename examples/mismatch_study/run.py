@@ -9,12 +9,13 @@ beside an engine on the unquantized base; `equivalence` adds seeds to the first 
 int4 does harm that is worth a name; `centering` those of `arms_centering.yaml`, on score centering where all steps
 learn; `samples` those of `arms_samples.yaml`, on learning from 12 of 24 images, and `samples_again` the better of them
 once more, on new seeds, which nobody has run yet; `longer` those of `arms_longer.yaml`, on longer steps after the
-window, and `longer_jpeg` those of `arms_longer_jpeg.yaml`, where the reward is of fine detail. `analyse` writes a table
-and a picture of each. A run is one arm with one seed. Its rows in the folder's `*.csv` are written when it ends; runs
-that have rows are not done again, so an interrupted study goes on where it was. `screen` and `confirm` take three to
-four CPU-hours, `bypass`, `bypass_again`, `samples_again` and `longer` two each, `centering` and `samples` one,
-`longer_jpeg`, `equivalence` and `quantized` less than one each; `results/` holds ours. Needs `pip install -e '.[ocr]'`,
-`quantized` also `'.[quantized]'`.
+window, `longer_jpeg` those of `arms_longer_jpeg.yaml`, where the reward is of fine detail, and `exchanged` those of
+`arms_exchanged.yaml`, on rewards of other samples, beside the runs of `longer`. `analyse` writes a table and a picture
+of each. A run is one arm with one seed. Its rows in the folder's `*.csv` are written when it ends; runs that have rows
+are not done again, so an interrupted study goes on where it was. `screen` and `confirm` take three to four CPU-hours,
+`bypass`, `bypass_again`, `samples`, `samples_again` and `longer` two each, `centering` one, `longer_jpeg`, `exchanged`,
+`equivalence` and `quantized` less than one each; `results/` holds ours. Needs `pip install -e '.[ocr]'`, `quantized`
+also `'.[quantized]'`.
 """
 
 import argparse
@@ -33,7 +34,14 @@ from pathlib import Path
 
 from analysis import Study, analyse
 from arms import CONTROL, CORRUPTED_SHARE, RANDOM, UNCORRECTED, Arm, chosen, screened
-from hooks import OneOfFour, RandomRejection, StepMeanWeights, UnquantizedEngine, WrongPrompts
+from hooks import (
+    ExchangedImages,
+    OneOfFour,
+    RandomRejection,
+    StepMeanWeights,
+    UnquantizedEngine,
+    WrongPrompts,
+)
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -66,7 +74,8 @@ class Phase:
     Attributes:
         name: of its file.
         arms: what is compared.
-        seeds: training seeds; every arm gets all of them. `bypass` has those of `confirm`; no other phases share one.
+        seeds: training seeds; every arm gets all of them. `bypass` has those of `confirm`, `exchanged` some of
+            `longer`; no other phases share one.
         words: held-out words of an evaluation.
         steps: training steps by window, or by rollout.
         overrides: configuration keys for all its runs.
@@ -180,11 +189,22 @@ def longer_jpeg() -> Phase:
     )
 
 
+def exchanged() -> Phase:
+    """Paired with the runs of `longer` on the same seeds."""
+    return replace(
+        longer(),
+        name="exchanged",
+        arms=tuple(chosen(HERE / "arms_exchanged.yaml")),
+        seeds=tuple(range(120, 132)),
+        steps={"two": 18},
+    )
+
+
 PARTS = {
     phase.__name__: phase
     for phase in (
         *(screen, confirm, bypass, bypass_again, quantized, equivalence, centering),
-        *(samples, longer, longer_jpeg),
+        *(samples, longer, longer_jpeg, exchanged),
     )
 }
 PHASE_NAMES = (*PARTS, "samples_again")
@@ -214,6 +234,9 @@ def train(run: Run) -> list[Row]:
         training = replace(
             training, engine=WrongPrompts(training.engine, share=CORRUPTED_SHARE, seed=run.seed)
         )
+    if run.arm.exchanged:
+        engine = ExchangedImages(training.engine, share=run.arm.exchanged, seed=run.seed)
+        training = replace(training, engine=engine)
     if run.arm.rollout.startswith("quarter_"):
         faulty = OneOfFour(training.engine, training.actor.weights, run.arm.rollout)
         training = replace(training, engine=faulty)

@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+import itertools
 import math
 import random
 import re
@@ -342,6 +343,7 @@ def test_longer_steps_are_compared_after_as_many_steps_and_in_equal_cpu_time(stu
     names = [name for name in study.run.PHASE_NAMES if name != "samples_again"]
     seeds = {name: {*getattr(study.run, name)().seeds} for name in names}
     seeds["samples_again"] = set(range(84, 112))
+    assert seeds.pop("exchanged") < seeds["longer"]
     for name in ("longer", "longer_jpeg"):
         assert not seeds[name] & set().union(*(seeds[other] for other in seeds if other != name))
 
@@ -364,6 +366,41 @@ def test_longer_steps_are_compared_after_as_many_steps_and_in_equal_cpu_time(stu
     assert "| At equal steps | reward | against |" in (tmp_path / "longer_jpeg.md").read_text(
         encoding="utf-8"
     )
+
+
+def test_exchanged_images_are_those_of_the_next_wrong_sample_of_a_group(study, tmp_path):
+    from flowcorr import config
+    from flowcorr.trainer.setup import build_run
+
+    groups = torch.tensor([0, 0, 0, 0, 1, 1, 1])
+    is_wrong = torch.tensor([True, False, True, True, False, True, False])
+    assert study.hooks.exchanged(groups, is_wrong).tolist() == [3, 1, 0, 2, 4, 5, 6]
+
+    run, _ = build_run(config.load(study.run.RECIPE, [*SMALL, "data.num_heldout=2"]))
+    run.engine.sync(run.actor.weights.snapshot())
+    engine = study.hooks.ExchangedImages(run.engine, share=0.5, seed=0)
+    conditioning = run.cache(run.prompts.next(2))
+    sampling = {"training_step": 1, "with_means": True}
+    plain, drawn = (one.sample(conditioning, range(2), **sampling) for one in (run.engine, engine))
+    places = study.hooks.exchanged(plain.group_ids, engine.is_wrong(8, 1))
+    assert not torch.equal(places, torch.arange(8))
+    assert torch.equal(drawn.images, plain.images[places])
+    assert torch.equal(drawn.log_probs, plain.log_probs)
+
+    phase = study.run.exchanged()
+    four, eight = phase.arms
+    assert (four.exchanged, eight.exchanged, four.references[1].exchanged) == (0.4, 0.8, 0.0)
+    few = tuple(key for key in SMALL if not key.startswith("sampling."))
+    small = {"seeds": (120, 121), "words": 4, "overrides": few}
+    beside = replace(
+        study.run.longer(), **small, steps=dict.fromkeys(("fp8", "fp8_longer_2", "fp8_longer_6"), 1)
+    )
+    for each in (replace(beside, arms=tuple(four.references)), replace(phase, **small, steps={"two": 1})):
+        study.run.do(replace(each, evaluated=1), tmp_path, 1)
+    rows = {name: study.run.read(tmp_path / f"{name}.csv") for name in ("longer", "exchanged")}
+    text = study.analysis.analyse({name: [] for name in study.run.PHASE_NAMES} | rows, tmp_path)
+    for left, right in itertools.product((four, eight), four.references):
+        assert f"- {left} against {right}, 2 seeds: " in text
 
 
 @pytest.mark.quantized
