@@ -201,9 +201,15 @@ def _tried(images: Tensor, limit: float, bad: Tensor, candidate: Candidate[Origi
     table = _distances(origin(), images) / limit
     score = table.diag() if candidate.whole else table.amin(0)
     explained = (score <= 1) & bad
-    explains = bool((explained == bad).all()) or (not candidate.whole and bool(explained.any()))
-    left = float(score[bad].mean())
-    return Tried(candidate=candidate, score=score, left=left, explains=explains, value=value)
+    every = bool((explained == bad).all())
+    return Tried(
+        candidate=candidate,
+        score=score,
+        left=float(score[bad].mean()),
+        explains=every or (not candidate.whole and bool(explained.any())),
+        exact=every and not candidate.fitted,
+        value=value,
+    )
 
 
 def _origins(
