@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -129,9 +129,10 @@ class Study:
 
         return sum(seconds(alike or [arm], phase) for phase in SHARED_PHASES) + seconds([arm], "old_log_prob")
 
-    def equal_steps(self) -> list[Comparison]:
-        """Every arm against its references after all steps."""
-        return self._compare(lambda arm, _, run: float(run[-1][self.outcome]))
+    def equal_steps(self, arms: Collection[Arm] | None = None) -> list[Comparison]:
+        """Every arm, or each of these, against its references after all steps."""
+        pairs = [pair for pair in self.pairs() if arms is None or pair[0] in arms]
+        return self._compare(lambda arm, _, run: float(run[-1][self.outcome]), pairs)
 
     def equal_time(self) -> list[Comparison]:
         """Arms that save the recompute pass against references that do not, when the cheaper one ends.
@@ -159,10 +160,10 @@ class Study:
     def _compare(
         self,
         score: Callable[[Arm, Arm, Sequence[Mapping[str, str]]], float],
-        pairs: Sequence[tuple[Arm, Arm]] | None = None,
+        pairs: Sequence[tuple[Arm, Arm]],
     ) -> list[Comparison]:
         found = []
-        for arm, other in self.pairs() if pairs is None else pairs:
+        for arm, other in pairs:
             mine, theirs = self.runs[arm], self.runs[other]
             differences = tuple(
                 score(arm, other, mine[seed]) - score(other, arm, theirs[seed])
@@ -347,8 +348,9 @@ def analyse(rows: Mapping[str, Rows], folder: Path) -> str:
             max(int(row["step"]) for row in rows["exchanged"]),
         )
         beside = [row for row in rows["longer"] if row["seed"] in seeds and int(row["step"]) <= end]
-        title = "Rewards of other samples beside longer steps"
-        texts["exchanged.md"] = cheaper(Study([*beside, *rows["exchanged"]]), title, "at equal steps") + "\n"
+        title, both = "Rewards of other samples beside longer steps", Study([*beside, *rows["exchanged"]])
+        arms = [arm for arm in both.runs if arm.exchanged]
+        texts["exchanged.md"] = cheaper(both, title, "at equal steps", arms=arms) + "\n"
     if studies["longer_jpeg"].runs:
         of_detail = Study(rows["longer_jpeg"], "reward")
         title = "Longer steps under a reward of fine detail"
@@ -415,7 +417,9 @@ def longer(rows: Rows) -> str:
     )
 
 
-def cheaper(study: Study, title: str, where: str, margin: float = MARGIN) -> str:
+def cheaper(
+    study: Study, title: str, where: str, margin: float = MARGIN, *, arms: Collection[Arm] | None = None
+) -> str:
     """The comparisons of arms whose rollouts cost less, the CPU time of each, and equivalence within the margin.
 
     Args:
@@ -423,9 +427,10 @@ def cheaper(study: Study, title: str, where: str, margin: float = MARGIN) -> str
         title: of the table.
         where: the arms are compared: at equal steps, or at equal CPU time.
         margin: of the outcome.
+        arms: those that are compared with their references; by default all.
     """
-    compared, half_way = study.equal_steps(), study.half_way()
-    earlier = half_way.equal_steps()
+    compared, half_way = study.equal_steps(arms), study.half_way()
+    earlier = half_way.equal_steps(arms)
     lines = ["| Arm | steps | CPU s of training |", "|---|---|---|"]
     for arm in study.runs:
         steps = statistics.fmean(study.last(arm, "step"))
