@@ -3,9 +3,10 @@
 Each wraps a part of the training step and is put in its place; nothing of flowcorr is patched.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,14 +58,24 @@ class WrongPrompts:
         with_means: bool,
         on_images: OnImages = ignore_images,
     ) -> Rollout:
-        """See `RolloutEngine.sample`; twice the work, which no measurement of time may count."""
+        """See `RolloutEngine.sample`."""
         settings = {"training_step": training_step, "with_means": with_means}
         right = self.engine.sample(conditioning, groups, **settings)
-        shifted = {name: rows.roll(1, 0) for name, rows in conditioning.items()}
-        wrong = self.engine.sample(shifted, groups, **settings)
-        rollout = mixed(right, wrong, self.is_wrong(right.num_samples, training_step))
+        sample = partial(self.engine.sample, groups=groups, **settings)
+        rollout = self.spoiled(right, self.is_wrong(right.num_samples, training_step), conditioning, sample)
         on_images(rollout.decoded)
         return rollout
+
+    def spoiled(
+        self,
+        right: Rollout,
+        is_wrong: Tensor,
+        conditioning: Mapping[str, Tensor],
+        sample: Callable[[Mapping[str, Tensor]], Rollout],
+    ) -> Rollout:
+        """The rollout with its wrong samples; twice the work, which no measurement of time may count."""
+        shifted = {name: rows.roll(1, 0) for name, rows in conditioning.items()}
+        return mixed(right, sample(shifted), is_wrong)
 
     def is_wrong(self, num_samples: int, training_step: int) -> Tensor:
         """`[B]` bool, the samples of this step that belong to another prompt."""
@@ -81,21 +92,15 @@ class ExchangedImages(WrongPrompts):
     The reward of such a sample is that of another one of its prompt; trajectories and log-probs are right.
     """
 
-    def sample(
+    def spoiled(
         self,
+        right: Rollout,
+        is_wrong: Tensor,
         conditioning: Mapping[str, Tensor],
-        groups: Sequence[int],
-        *,
-        training_step: int,
-        with_means: bool,
-        on_images: OnImages = ignore_images,
+        sample: Callable[[Mapping[str, Tensor]], Rollout],
     ) -> Rollout:
-        """See `RolloutEngine.sample`."""
-        rollout = self.engine.sample(conditioning, groups, training_step=training_step, with_means=with_means)
-        wrong = self.is_wrong(rollout.num_samples, training_step)
-        rollout = replace(rollout, images=rollout.decoded[exchanged(rollout.group_ids, wrong)])
-        on_images(rollout.decoded)
-        return rollout
+        """The rollout with its exchanged images."""
+        return replace(right, images=right.decoded[exchanged(right.group_ids, is_wrong)])
 
 
 class OneOfFour:

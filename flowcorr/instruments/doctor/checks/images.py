@@ -215,7 +215,7 @@ def _tried(images: Tensor, limit: float, bad: Tensor, candidate: Candidate[Origi
 def _origins(
     captured: Captured, final: Tensor, decoded: Tensor, images: Tensor
 ) -> Iterator[Candidate[Origin]]:
-    """Where the images may come from, if they are not the decoded ones."""
+    """List the origins that the images may have, if they are not the decoded ones."""
     family = captured.stack.family
     origin: Callable[..., Candidate[Origin]] = partial(Candidate, check="images")
     yield origin(
