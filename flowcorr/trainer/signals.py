@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 
 REPEAT = 2.0  # seconds; a Ctrl-C that comes sooner after another signal is a held key, or the same one by another way
 REACTION = 5.0  # seconds for the main thread to stop before the process is ended
-RETRY = 0.1  # seconds: a signal that comes just before a wait begins does not interrupt it, so it is repeated
-WAKE = signal.SIGURG  # of ours, to the main thread; who has no handler for it ignores it
 Report = Callable[[int, bool], None]
 
 
@@ -33,8 +31,8 @@ class StopSignals:
     main thread. If that thread hangs in a call that is not Python's, the process ends without it, and so it does on one
     more deliberate Ctrl-C.
 
-    A thread reads the signals from the pipe that Python's handler writes to, as the main thread sees them only between
-    its calls.
+    The main thread sees signals only between its calls. So a thread reads them from the pipe that Python's handler
+    writes to, and tells the main thread of a deliberate Ctrl-C by a further SIGINT, which comes too soon to be another.
 
     Args:
         clock: seconds, to tell a deliberate Ctrl-C from a held key.
@@ -43,13 +41,11 @@ class StopSignals:
         received: number of the first signal, or None.
     """
 
-    _in_force: StopSignals | None = None
-
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.received: int | None = None
         self._clock = clock
         self._report: Report | None = None
-        self._forced_at: float | None = None  # when the main thread was asked to stop at once
+        self._forced = False  # the main thread is to stop at once
         self._reacted = False  # it has, or the run is over
         self._previous: dict[int, Any] = {}
         self._previous_pipe = -1
@@ -63,13 +59,13 @@ class StopSignals:
         self._pipe = reader, writer = os.pipe()
         os.set_blocking(writer, False)
         self._previous_pipe = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        self._previous[WAKE] = signal.signal(WAKE, self._react)
         for number in STOP_SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup asks to go on without a terminal
             self._previous[number] = signal.signal(number, self._handle)
-        self._start("signals", self._read)
-        StopSignals._in_force = self
+        # A forked process, such as a worker of a user's reward, gets the signals as if there were no run.
+        os.register_at_fork(after_in_child=self._restore)
+        self._start("signals", self._read, reader)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -79,7 +75,6 @@ class StopSignals:
         os.write(self._pipe[1], b"\0")
         for thread in self._threads:
             thread.join()
-        StopSignals._in_force = None
         self._restore()
         for end in self._pipe:
             os.close(end)
@@ -96,31 +91,24 @@ class StopSignals:
         if self._report is None:
             self._restore()
             raise StopRequest(number)
-        if self.received is None:
-            self.received = number
-        self._react()
-
-    def _react(self, *_: object) -> None:
-        """Stop the main thread at once if that was asked for."""
-        if self._forced_at is not None and not self._reacted:
+        self.received = self.received or number
+        if self._forced and not self._reacted:
             self._reacted = True
             raise KeyboardInterrupt
 
-    def _read(self) -> None:
+    def _read(self, reader: int) -> None:
         """Read signals in a thread, as soon as they come, and end the process if it cannot stop at once as asked."""
-        assert self._pipe is not None
         main, signals = threading.main_thread().ident, select.poll()
         assert main is not None
-        signals.register(self._pipe[0], select.POLLIN)
+        signals.register(reader, select.POLLIN)
         came: float | None = None
         while True:
-            asked = None if self._reacted else self._forced_at
-            if asked is not None and time.monotonic() > asked + REACTION:
-                _end_process()
-            if not signals.poll(None if asked is None else 1000 * RETRY):
-                signal.pthread_kill(main, WAKE)
+            waits = self._forced and not self._reacted
+            if not signals.poll(1000 * REACTION if waits else None):
+                if not self._reacted:
+                    _end_process()
                 continue
-            number = os.read(self._pipe[0], 1)[0]
+            number = os.read(reader, 1)[0]
             if number == 0:
                 return
             if self._report is None or number not in STOP_SIGNALS:
@@ -130,11 +118,11 @@ class StopSignals:
                 self.received = self.received or number
                 self._start("report of a signal", self._report, number, False)
             elif number == signal.SIGINT and came - before >= REPEAT:
-                if self._forced_at is not None:
+                if self._forced:
                     _end_process()
-                self._forced_at = time.monotonic()
+                self._forced = True
                 self._start("report of a signal", self._report, number, True)
-                signal.pthread_kill(main, WAKE)
+                signal.pthread_kill(main, signal.SIGINT)
 
     def _start(self, name: str, target: Callable[..., None], *args: object) -> None:
         thread = threading.Thread(name=name, target=target, args=args, daemon=True)
@@ -142,21 +130,12 @@ class StopSignals:
         thread.start()
 
     def _restore(self) -> None:
-        """Restore the caller's handlers."""
-        signal.set_wakeup_fd(self._previous_pipe)
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        """Restore the caller's handlers, once."""
+        if self._previous:
+            signal.set_wakeup_fd(self._previous_pipe)
+        while self._previous:
+            signal.signal(*self._previous.popitem())
 
 
 def _end_process() -> None:
     os._exit(128 + signal.SIGINT)
-
-
-def _restore_in_child() -> None:
-    """A forked process, such as a worker of a user's reward, gets the signals as if there were no run."""
-    if StopSignals._in_force is not None:
-        StopSignals._in_force._restore()
-        StopSignals._in_force = None
-
-
-os.register_at_fork(after_in_child=_restore_in_child)

@@ -100,22 +100,6 @@ def test_a_deliberate_ctrl_c_stops_at_once(run, first):
     assert reports.of(2) == [(first, False), (signal.SIGINT, True)]
 
 
-def test_a_wait_that_begins_beside_the_signal_is_interrupted_too(run, monkeypatch):
-    """A signal that comes just before a wait does not end it, as if it were lost."""
-    _, _, clock = run
-    kill, calls = signal.pthread_kill, []
-
-    def lose_the_first(*args):
-        calls.append(args)
-        if len(calls) > 1:
-            kill(*args)
-
-    monkeypatch.setattr(signal, "pthread_kill", lose_the_first)
-    send(signal.SIGTERM, clock)
-    with pytest.raises(KeyboardInterrupt):
-        send(signal.SIGINT, clock, after=REPEAT, then_wait=True)
-
-
 def stop_twice():
     clock = Clock()
     with StopSignals(clock) as signals:
@@ -129,7 +113,7 @@ def test_after_a_run_nothing_of_it_is_left():
     with pytest.raises(KeyboardInterrupt):
         stop_twice()
     assert handlers() == before
-    assert signal.getsignal(module.WAKE) == signal.SIG_DFL
+    assert signal.set_wakeup_fd(-1) == -1
     assert set(threading.enumerate()) <= threads
 
 
@@ -223,13 +207,6 @@ def end_a_fork(number):
 def test_a_forked_process_has_signals_of_its_own(number):
     """As the workers of a reward that uses `multiprocessing`, which ends them by SIGTERM."""
     assert exit_code(end_a_fork, number, timeout=60) == 0
-
-
-def test_without_a_signal_nothing_changes():
-    before = handlers()
-    with StopSignals() as signals:
-        signals.report_to(Reports())
-    assert (signals.received, handlers()) == (None, before)
 
 
 def test_in_another_thread_signals_stay_the_callers():
