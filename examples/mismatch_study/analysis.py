@@ -355,6 +355,9 @@ def analyse(rows: Mapping[str, Rows], folder: Path) -> str:
         of_detail = Study(rows["longer_jpeg"], "reward")
         title = "Longer steps under a reward of fine detail"
         texts["longer_jpeg.md"] = cheaper(of_detail, title, "at equal steps", MARGIN_OF_REWARD) + "\n"
+    if studies["longer_elsewhere"].runs:
+        title = "Longer steps with a later window, guidance and few steps"
+        texts["longer_elsewhere.md"] = cheaper(studies["longer_elsewhere"], title, "at equal steps") + "\n"
     if studies["equivalence"].runs:
         both = Study([*rows["confirm"], *rows["equivalence"]])
         texts["equivalence.md"] = equivalence(both) + "\n"

@@ -9,8 +9,8 @@ CORRUPTED_SHARE = 0.1
 
 # Corrupted: a tenth of the samples were drawn for another prompt, see `hooks.WrongPrompts`. Quarter: one of four
 # workers has a fault, see `hooks.OneOfFour`. nf4_trainer: the trainer is quantized and the engine is not, see
-# `hooks.UnquantizedEngine`. 12_of_24: learns from the extremes of twice as many images. longer_2, longer_6: three
-# steps, or one, in place of the six that follow the window's range. exchanged_4, exchanged_8: .4 or .8 of the images
+# `hooks.UnquantizedEngine`. 12_of_24: learns from the extremes of twice as many images. longer_2, longer_4, longer_6:
+# the steps that follow the window's range are so many times as long. exchanged_4, exchanged_8: .4 or .8 of the images
 # are those of other samples of their prompt, see `hooks.ExchangedImages`.
 _EXACT = "rollout.emulate=none"  # the recipe's own engine is an fp8 one
 ROLLOUTS = {
@@ -30,9 +30,11 @@ ROLLOUTS = {
     "fp8_longer_6": ("rollout.emulate=fp8", "sampling.post_window_stride=6"),
     "fp8_exchanged_4": ("rollout.emulate=fp8",),
     "fp8_exchanged_8": ("rollout.emulate=fp8",),
+    "fp32_longer_4": (_EXACT, "sampling.post_window_stride=4"),
     "fp32_longer_6": (_EXACT, "sampling.post_window_stride=6"),
 }
 # `all`: every step but the last, whose std is 7e-4. Smaller micro-batches halve its time and change no gradient.
+# later, guided, few: other settings of sampling with a window of two.
 WINDOWS = {
     "two": (),
     "all": (
@@ -40,6 +42,9 @@ WINDOWS = {
         "sampling.sde_window_range=[0, 9]",
         "actor.micro_batch_size=24",
     ),
+    "later": ("sampling.sde_window_range=[2, 6]",),
+    "guided": ("sampling.guidance_scale=2.0",),
+    "few": ("sampling.num_inference_steps=6", "sampling.sde_window_range=[0, 2]"),
 }
 UNCORRECTED, CONTROL = "uncorrected", "step_mean"
 AUTO_BAND, STEP_KL = "bypass_auto", "step_kl"

@@ -9,13 +9,14 @@ beside an engine on the unquantized base; `equivalence` adds seeds to the first 
 int4 does harm that is worth a name; `centering` those of `arms_centering.yaml`, on score centering where all steps
 learn; `samples` those of `arms_samples.yaml`, on learning from 12 of 24 images, and `samples_again` the better of them
 once more, on new seeds, which nobody has run yet; `longer` those of `arms_longer.yaml`, on longer steps after the
-window, `longer_jpeg` those of `arms_longer_jpeg.yaml`, where the reward is of fine detail, and `exchanged` those of
+window, `longer_jpeg` those of `arms_longer_jpeg.yaml`, where the reward is of fine detail, `longer_elsewhere` those of
+`arms_longer_elsewhere.yaml`, with a later window, guidance and few steps, and `exchanged` those of
 `arms_exchanged.yaml`, on rewards of other samples, beside the runs of `longer`. `analyse` writes a table and a picture
 of each. A run is one arm with one seed. Its rows in the folder's `*.csv` are written when it ends; runs that have rows
 are not done again, so an interrupted study goes on where it was. `screen` and `confirm` take three to four CPU-hours,
-`bypass`, `bypass_again`, `samples`, `samples_again` and `longer` two each, `centering` one, `longer_jpeg`, `exchanged`,
-`equivalence` and `quantized` less than one each; `results/` holds ours. Needs `pip install -e '.[ocr]'`, `quantized`
-also `'.[quantized]'`.
+`bypass`, `bypass_again`, `samples`, `samples_again` and `longer` two each, `centering` one, `longer_jpeg`,
+`longer_elsewhere`, `exchanged`, `equivalence` and `quantized` less than one each; `results/` holds ours. Needs `pip
+install -e '.[ocr]'`, `quantized` also `'.[quantized]'`.
 """
 
 import argparse
@@ -189,6 +190,16 @@ def longer_jpeg() -> Phase:
     )
 
 
+def longer_elsewhere() -> Phase:
+    return Phase(
+        name="longer_elsewhere",
+        arms=tuple(chosen(HERE / "arms_longer_elsewhere.yaml")),
+        seeds=tuple(range(170, 178)),
+        words=512,
+        steps={"later": 18, "guided": 12, "few": 12},
+    )
+
+
 def exchanged() -> Phase:
     """Paired with the runs of `longer` on the same seeds."""
     return replace(
@@ -204,7 +215,7 @@ PARTS = {
     phase.__name__: phase
     for phase in (
         *(screen, confirm, bypass, bypass_again, quantized, equivalence, centering),
-        *(samples, longer, longer_jpeg, exchanged),
+        *(samples, longer, longer_jpeg, longer_elsewhere, exchanged),
     )
 }
 PHASE_NAMES = (*PARTS, "samples_again")

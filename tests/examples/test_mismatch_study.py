@@ -344,7 +344,7 @@ def test_longer_steps_are_compared_after_as_many_steps_and_in_equal_cpu_time(stu
     seeds = {name: {*getattr(study.run, name)().seeds} for name in names}
     seeds["samples_again"] = set(range(84, 112))
     assert seeds.pop("exchanged") < seeds["longer"]
-    for name in ("longer", "longer_jpeg"):
+    for name in ("longer", "longer_jpeg", "longer_elsewhere"):
         assert not seeds[name] & set().union(*(seeds[other] for other in seeds if other != name))
 
     few = tuple(key for key in SMALL if not key.startswith("sampling."))
@@ -366,6 +366,27 @@ def test_longer_steps_are_compared_after_as_many_steps_and_in_equal_cpu_time(stu
     assert "| At equal steps | reward | against |" in (tmp_path / "longer_jpeg.md").read_text(
         encoding="utf-8"
     )
+
+
+def test_longer_steps_replace_all_that_follow_the_window_in_every_other_setting(study, tmp_path):
+    from flowcorr import config
+
+    phase = study.run.longer_elsewhere()
+    settings = {arm: config.load(phase.recipe, arm.overrides()).sampling for arm in phase.arms}
+    for own, longer in zip(phase.arms[::2], phase.arms[1::2], strict=True):
+        assert longer.references == [own]
+        assert replace(settings[longer], post_window_stride=1) == settings[own]
+        left = settings[own].num_inference_steps - settings[own].sde_window_range[1]
+        assert settings[longer].post_window_stride == left
+    assert [phase.evaluations(arm)[-1] for arm in phase.arms] == [18, 18, 12, 12, 12, 12]
+
+    few = tuple(key for key in SMALL if not key.startswith("sampling."))
+    steps = dict.fromkeys(phase.steps, 1)
+    study.run.do(replace(phase, seeds=(170, 171), words=4, steps=steps, overrides=few), tmp_path, 1)
+    rows = {phase.name: study.run.read(tmp_path / f"{phase.name}.csv")}
+    text = study.analysis.analyse({name: [] for name in study.run.PHASE_NAMES} | rows, tmp_path)
+    for own, longer in zip(phase.arms[::2], phase.arms[1::2], strict=True):
+        assert text.count(f"- {longer} against {own}, 2 seeds: ") == 1
 
 
 def test_exchanged_images_are_those_of_the_next_wrong_sample_of_a_group(study, tmp_path):
