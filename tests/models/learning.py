@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,39 +12,34 @@ from tiny_pipelines import flow_grpo_log_prob, stir
 from flowcorr.models import Guidance, ModelFamily
 from flowcorr.models.adapter_files import DIFFUSERS_FILE, PEFT_CONFIG, PEFT_FILE
 from flowcorr.records import ActorBatch
+from tests.models.families import Case
 from tests.tolerances import LOG_PROBS, MEANS
 
 
-def assert_log_probs_are_those_of_a_loop(
-    connected: tuple[Any, ...],
-    prompts: Sequence[Any],
-    schedule: tuple[Sequence[float], Sequence[float]],
-    velocity: Callable[..., torch.Tensor],
-) -> None:
-    """Two images of each prompt, three SDE steps each.
+def assert_log_probs_are_those_of_a_loop(connected: tuple[Any, ...], case: Case, guidance: Guidance) -> None:
+    """Compare two images of each prompt, three SDE steps each, with log-densities around the pipeline's velocities.
 
     Args:
-        connected: family, actor, engine and the conditioning of `prompts`.
-        prompts: two of them.
-        schedule: sigmas and timesteps as the pipeline makes them.
-        velocity: `(pipe, latents, timestep, prompt)` -> the velocity of one prompt alone, by the pipeline's calls.
+        connected: family, actor, engine and the conditioning of the case's prompts.
+        case: the family.
+        guidance: of the configuration that was connected.
     """
     family, actor, engine, conditioning = connected
     stir(actor)
     rollout = engine.sample(conditioning, [0, 1], training_step=1, with_means=True)
     torch.testing.assert_close(actor.log_probs(rollout).log_probs, rollout.log_probs, **LOG_PROBS)
     assert rollout.window.latents.shape[:2] == (4, 3)
-    sigmas, timesteps = schedule
     for sample in range(4):
-        for t in range(3):
-            index = int(rollout.window.step_indices[sample, t])
-            latents, following = rollout.window.latents[sample, t], rollout.window.next_latents[sample, t]
-            predicted = velocity(family.pipeline, latents, timesteps[index], prompts[sample // 2])
-            expected = flow_grpo_log_prob(
-                latents[None], following[None], predicted, sigmas[index], sigmas[index + 1], 0.7
+        steps, latents = rollout.window.step_indices[sample].tolist(), rollout.window.latents[sample].split(1)
+        along = dict(zip(steps, latents, strict=True))
+        call = case.call(family.pipeline, case.prompts[sample // 2], guidance, case.noise(1), 5, along=along)
+        for t, index in enumerate(steps):
+            following = rollout.window.next_latents[sample, t : t + 1]
+            sigmas = call.sigmas[index : index + 2]
+            expected = flow_grpo_log_prob(along[index], following, call.velocities[index], *sigmas, 0.7)
+            assert rollout.log_probs[sample, t].item() == pytest.approx(
+                expected.item(), abs=LOG_PROBS["atol"]
             )
-            found = rollout.log_probs[sample, t].item()
-            assert found == pytest.approx(expected.item(), abs=LOG_PROBS["atol"])
 
 
 def assert_an_adapter_is_learned_and_loads(

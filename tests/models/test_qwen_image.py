@@ -1,27 +1,23 @@
-"""Qwen-Image on a tiny-random pipeline of its own classes; what it shares with FLUX is in `test_packed.py`."""
+"""Text and guidance of Qwen-Image; what every family must do is in `test_families.py`."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from flowcorr.config import ModelConfig
-from flowcorr.models import Guidance, load_family
+from flowcorr.models import Guidance
 from flowcorr.models.prompt_cache import PromptCache
 from flowcorr.models.qwen_image import QwenImage
-from tests.models.packed import PROMPTS, QWEN, noise
+from tests.models.families import QWEN
 from tests.prompts import prompts_of
 from tests.tolerances import MEANS
 
-GUIDED = QWEN.guidance
+GUIDED, PROMPTS = QWEN.guided, QWEN.texts
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return str(QWEN.build(tmp_path_factory.mktemp("qwen_image")))
-
-
-@pytest.fixture(scope="module")
-def family(path):
-    return QWEN.load(path)
+@pytest.fixture
+def family(tiny_folders):
+    return QWEN.load(tiny_folders("qwen_image"))
 
 
 def test_prompts_of_any_length_become_rows_of_one_shape(family):
@@ -55,8 +51,7 @@ def test_a_long_prompt_is_cut_and_said_so(family, caplog):
     assert "58 tokens" in caplog.text
 
 
-def test_prompts_can_be_cached(path):
-    family = QWEN.load(path)
+def test_prompts_can_be_cached(family):
     direct = family.encode(prompts_of(PROMPTS), GUIDED)
     cache = PromptCache(family, GUIDED, prompts_of(PROMPTS))
     for name, rows in cache(prompts_of(PROMPTS[::-1])).items():
@@ -65,22 +60,22 @@ def test_prompts_can_be_cached(path):
 
 
 @torch.no_grad()
-def test_text_is_cut_to_the_longest_prompt_without_changing_the_velocity(path):
-    family = load_family(ModelConfig(path=path, max_sequence_length=200))
+def test_text_is_cut_to_the_longest_prompt_without_changing_the_velocity(tiny_folders):
+    family = replace(QWEN, length=200).load(tiny_folders("qwen_image"))
     direct = family.encode(prompts_of(PROMPTS), GUIDED)
     cached = PromptCache(family, GUIDED, prompts_of(PROMPTS))(prompts_of(PROMPTS))
     longest = max(int(direct[name].sum(1).max()) for name in direct if name.endswith("_mask"))
     assert {rows.shape[1] for rows in direct.values()} == {200}
     assert {rows.shape[1] for rows in cached.values()} == {-(-longest // 16) * 16}
     velocities = [
-        family.velocity(family.transformer, noise(), torch.tensor([900.0, 300.0]), rows, GUIDED)
+        family.velocity(family.transformer, QWEN.noise(), torch.tensor([900.0, 300.0]), rows, GUIDED)
         for rows in (cached, direct)
     ]
     torch.testing.assert_close(*velocities, **MEANS)
 
 
 def test_guidance_keeps_the_norm_of_every_token():
-    positive, negative = noise(1).flatten(1, 2), noise(2).flatten(1, 2)
+    positive, negative = torch.randn(2, 2, 24, 16, generator=torch.Generator().manual_seed(0))
     guided = object.__new__(QwenImage).guide(negative, positive, 3.0)
     torch.testing.assert_close(guided.norm(dim=-1), positive.norm(dim=-1))
     direction = negative + 3.0 * (positive - negative)
