@@ -13,7 +13,6 @@ from typing import Any
 
 import matplotlib
 from markupsafe import Markup
-from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -22,12 +21,12 @@ from matplotlib.ticker import Formatter, MaxNLocator, NullFormatter
 
 PALETTE = ("#2563eb", "#d9730d", "#138a5b", "#9333ea", "#c02650", "#0e8aa8", "#7a6a00", "#64748b")
 BLUE = PALETTE[0]
-INK, SOFT, MUTED, LINE, LIMIT = "#1c2430", "#5b6675", "#9aa5b1", "#dfe4ea", "#c0392b"
+INK, SOFT, LINE, LIMIT = "#1c2430", "#5b6675", "#dfe4ea", "#c0392b"
 WIDTH, HEIGHT = 380, 220  # pixels of a chart in a page, as wide as a phone; one point is one pixel there
 _POINTS = 72  # an inch
 _PNG_SCALE = 2
 _CAPTION_COLUMNS = 64
-_LOOK = ("colour", "zoom", "scale", "view", "muted")  # arguments of a drawing that are no numbers
+_LOOK = ("colour", "zoom", "scale", "log")  # arguments of a drawing that are no numbers
 _STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib; a page shows its own font instead
     "font.size": 12,
@@ -57,6 +56,10 @@ _STYLE: dict[str, Any] = {
     "ytick.minor.size": 0,
     "lines.linewidth": 2,
     "lines.markersize": 5,
+    "legend.frameon": False,
+    "legend.labelcolor": "linecolor",
+    "legend.handlelength": 1.0,
+    "legend.columnspacing": 1.0,
     "figure.constrained_layout.use": True,
     "svg.fonttype": "none",  # text stays text: it can be read aloud, searched and copied
 }
@@ -185,43 +188,6 @@ def style_axis(axis: Axis, ticks: int = 4, *, whole: bool = False) -> None:
         axis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 2.5, 5, 10], integer=whole, min_n_ticks=least))
     axis.set_major_formatter(_Numbers())
     axis.set_minor_formatter(NullFormatter())
-
-
-END_LABEL: Mapping[str, Any] = {
-    "xytext": (5, 0),
-    "textcoords": "offset points",
-    "va": "center",
-    "fontweight": "bold",
-}
-
-
-def label_lines(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Write names at the right ends of lines, moved apart so that they do not overlap.
-
-    Args:
-        axes: with their final limits.
-        ends: last value, name and colour of each line.
-    """
-    gap = min(0.085, 1 / max(len(ends), 1))  # a line of text, as a share of the axes' height
-    to_axes = axes.transScale + axes.transLimits
-    places = [float(to_axes.transform((1.0, value))[1]) for value, _, _ in ends]
-    below, above = -gap, 1.0 + gap
-    moved = dict.fromkeys(range(len(ends)), 0.0)
-    rising = sorted(moved, key=places.__getitem__)
-    for index in rising:
-        below = moved[index] = max(places[index], below + gap)
-    # Names above the picture go down, and others only where they are in the way.
-    for index in reversed(rising):
-        above = moved[index] = min(moved[index], above - gap)
-    for index, (_, name, colour) in enumerate(ends):
-        axes.annotate(
-            name,
-            (1, moved[index]),
-            xycoords="axes fraction",
-            color=colour,
-            annotation_clip=False,
-            **END_LABEL,
-        )
 
 
 def _inline(text: str, title: str) -> Markup:

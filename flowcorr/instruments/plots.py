@@ -1,26 +1,22 @@
-"""The kinds of charts: curves with healthy ranges, heat maps, histograms, bars and rows of dots."""
+"""The kinds of charts: curves with healthy ranges, heat maps, histograms and bars."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 
 from flowcorr.instruments.drawing import (
     BLUE,
-    END_LABEL,
     INK,
     LIMIT,
     LINE,
-    MUTED,
     SOFT,
-    label_lines,
     number,
     numbers,
     style_axis,
@@ -32,6 +28,7 @@ UNHEALTHY, SERIOUS = "#fae3df", "#f2c4bb"
 _COLOURS = ["#dce6f2", "#86b6dc", "#2563b0", "#102054"]
 _RAMP = LinearSegmentedColormap.from_list("drift", _COLOURS).with_extremes(under="#e4e4e4")
 _NO_LIMITS = (-math.inf, math.inf)
+_ROWS_OF_LEGEND = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,7 +36,7 @@ class Curve:
     """A line with a band around it: step, mean, smallest and largest value of each point.
 
     Attributes:
-        mark: the name at its end; empty for none.
+        mark: its name in the legend; empty for none.
         colour: of line, band and name.
         band: its points.
     """
@@ -47,6 +44,11 @@ class Curve:
     mark: str
     colour: str
     band: Sequence[BandPoint]
+
+    @classmethod
+    def line(cls, mark: str, colour: str, points: Iterable[tuple[float, float]]) -> Self:
+        """Steps and values without a band."""
+        return cls(mark=mark, colour=colour, band=[(step, value, value, value) for step, value in points])
 
     def numbers(self) -> dict[str, Any]:
         """Name, steps, means, and smallest and largest values, as plain lists."""
@@ -61,37 +63,40 @@ def draw_curves(
     *,
     serious: float = math.inf,
     zoom: bool = True,
+    log: bool = False,
 ) -> None:
-    """Curves over training steps; values outside the healthy range are shaded, and darker above `serious`.
+    """Curves over steps, with their marks in a legend, from the one that ends highest to the lowest.
 
-    With `zoom`, limits far away from all values are left out; otherwise the curves would look flat.
+    Values outside the healthy range are shaded, and darker above `serious`. With `zoom`, limits far away from all
+    values are left out; otherwise the curves would look flat. A logarithmic scale (`log`) shows no limits.
     """
     axes = figure.subplots()
     low, high = heights(curves, healthy, zoom=zoom)
-    axes.set_ylim(low, high)
-    for limit, edge, colour in (
-        (healthy[0], low, UNHEALTHY),
-        (healthy[1], high, UNHEALTHY),
-        (serious, high, SERIOUS),
-    ):
-        if low <= limit <= high:
-            axes.axhspan(limit, edge, color=colour, linewidth=0, zorder=0.5)
-            axes.axhline(limit, color=LIMIT, linewidth=1, linestyle=(0, (4, 3)), zorder=0.6)
-    for curve in curves:
+    if log:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(low, high)
+        for limit, edge, colour in (
+            (healthy[0], low, UNHEALTHY),
+            (healthy[1], high, UNHEALTHY),
+            (serious, high, SERIOUS),
+        ):
+            if low <= limit <= high:
+                axes.axhspan(limit, edge, color=colour, linewidth=0, zorder=0.5)
+                axes.axhline(limit, color=LIMIT, linewidth=1, linestyle=(0, (4, 3)), zorder=0.6)
+    for curve in sorted(curves, key=lambda curve: -curve.band[-1][1]):
         steps, means, lows, highs = zip(*curve.band, strict=True)
         if lows != highs:
             axes.fill_between(steps, lows, highs, color=curve.colour, alpha=0.18, linewidth=0)
-        axes.plot(steps, means, color=curve.colour)
+        # matplotlib's legend leaves out a label that begins with an underscore, as the name of a run may.
+        axes.plot(steps, means, color=curve.colour, label=f" {curve.mark}" if curve.mark else "")
         axes.plot(steps[-1:], means[-1:], "o", color=curve.colour, clip_on=False)
     style_axis(axes.xaxis, 6, whole=True)
     style_axis(axes.yaxis, 5)
     first, last = (pick(step for curve in curves for step, *_ in curve.band) for pick in (min, max))
     axes.set_xlim(*(first, last) if first < last else (first - 0.5, last + 0.5))
-    ends = [(curve.band[-1], curve.mark, curve.colour) for curve in curves if curve.mark]
-    label_lines(axes, [(mean, mark, colour) for (step, mean, *_), mark, colour in ends if step == last])
-    for (step, mean, *_), mark, colour in ends:
-        if step < last:  # a shorter run: its name stands beside its last point
-            axes.annotate(mark, (step, mean), **END_LABEL, color=colour)
+    if any(curve.mark for curve in curves):
+        figure.legend(loc="outside right upper", ncols=math.ceil(len(curves) / _ROWS_OF_LEGEND))
 
 
 def limit_in_view(curves: Sequence[Curve], healthy: tuple[float, float], *, zoom: bool = True) -> bool:
@@ -180,56 +185,13 @@ def draw_bars(figure: Figure, bars: Sequence[tuple[str, float, str]], colour: st
         axes.annotate(
             text, (value, place), xytext=(5, 0), textcoords="offset points", va="center", color=SOFT
         )
-    _name_rows(axes, names)
+    axes.set_yticks(range(len(bars)), names)
+    axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.set_xticks([])
     axes.set_xlim(0, max(values) * 1.45)  # room for the words
     axes.grid(visible=False)
     axes.spines["bottom"].set_visible(False)
     axes.spines["left"].set(visible=True, color=LINE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dot:
-    """A row of `draw_dots`; a NaN is not drawn.
-
-    Attributes:
-        name: label on the left.
-        value: position of the dot.
-        span: the ends of a line through the dot.
-        ring: position of a red ring.
-        muted: whether the dot is grey.
-    """
-
-    name: str
-    value: float
-    span: tuple[float, float] = (math.nan, math.nan)
-    ring: float = math.nan
-    muted: bool = False
-
-
-def draw_dots(
-    figure: Figure, rows: Sequence[Dot], view: tuple[float, float] | None = None, *, line: float | None = None
-) -> None:
-    """A dot a row, the first row on top; `line` is a value to compare with."""
-    axes = figure.subplots()
-    places = range(len(rows))
-    colours = [MUTED if row.muted else BLUE for row in rows]
-    if line is not None:
-        axes.axvline(line, color=SOFT, linewidth=1)
-    axes.hlines(places, [row.span[0] for row in rows], [row.span[1] for row in rows], colors=colours)
-    axes.scatter([row.value for row in rows], places, s=26, c=colours, zorder=3)
-    axes.scatter([row.ring for row in rows], places, s=64, facecolors="none", edgecolors=LIMIT, zorder=4)
-    _name_rows(axes, [row.name for row in rows])
-    if view is not None:
-        axes.set_xlim(*view)
-    style_axis(axes.xaxis, 4)
-    axes.grid(axis="x")
-
-
-def _name_rows(axes: Axes, names: Sequence[str]) -> None:
-    """Names on the left, the first one on top."""
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.4, -0.6)
 
 
 def _limits_in_view(low: float, high: float, healthy: tuple[float, float]) -> list[float]:

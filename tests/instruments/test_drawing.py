@@ -1,14 +1,12 @@
 """Charts as text of a page and as files."""
 
 import io
-import itertools
 import re
 
 import pytest
-from matplotlib.figure import Figure
 from PIL import Image
 
-from flowcorr.instruments.drawing import WIDTH, Chart, label_lines, number
+from flowcorr.instruments.drawing import WIDTH, Chart, number
 from flowcorr.instruments.plots import Curve, draw_curves
 
 POINTS = [(step, step / 4, step / 8, step / 2) for step in range(5)]
@@ -68,25 +66,3 @@ def test_png_is_larger_by_its_words():
 )
 def test_numbers_are_short(value, text):
     assert number(value) == text
-
-
-def test_names_of_lines_do_not_cover_each_other():
-    axes = Figure().subplots()
-    axes.set_ylim(0, 1)
-    label_lines(axes, [(0.99, "a", "k"), (1.0, "b", "k"), (0.2, "c", "k"), (0.2, "d", "k")])
-    places = {text.get_text(): text.xy[1] for text in axes.texts}
-    assert places["a"] < places["b"] <= 1
-    heights = sorted(places.values())
-    assert all(high - low > 0.08 for low, high in itertools.pairwise(heights))
-    assert abs(places["c"] - 0.2) < 0.1
-
-
-def test_a_line_far_from_a_crowd_keeps_its_name_beside_it():
-    axes = Figure().subplots()
-    axes.set_ylim(0, 1)
-    label_lines(axes, [*((0.93, f"seed {place}", "k") for place in range(8)), (0.05, "failed", "k")])
-    places = {text.get_text(): text.xy[1] for text in axes.texts}
-    assert places["failed"] == pytest.approx(0.05)
-    crowd = sorted(place for name, place in places.items() if name != "failed")
-    assert all(high - low > 0.08 for low, high in itertools.pairwise(crowd))
-    assert crowd[-1] <= 1

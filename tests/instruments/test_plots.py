@@ -8,9 +8,7 @@ from matplotlib.figure import Figure
 
 from flowcorr.instruments.plots import (
     Curve,
-    Dot,
     draw_curves,
-    draw_dots,
     draw_heat_map,
     heights,
     limit_in_view,
@@ -20,7 +18,7 @@ ALL = (-math.inf, math.inf)
 
 
 def curve(*values):
-    return Curve(mark="", colour="k", band=[(step, value, value, value) for step, value in enumerate(values)])
+    return Curve.line("", "k", enumerate(values))
 
 
 def test_limits_far_away_are_left_out_where_the_values_matter():
@@ -42,7 +40,7 @@ def test_equal_values_have_room(value):
 @pytest.mark.parametrize(("steps", "ticks"), [([1], [1]), ([3, 4], [3, 4]), ([0, 1, 2], [0, 1, 2])])
 def test_training_steps_are_whole_numbers(steps, ticks):
     figure = Figure()
-    draw_curves(figure, [Curve(mark="", colour="k", band=[(step, 0.5, 0.5, 0.5) for step in steps])])
+    draw_curves(figure, [Curve.line("", "k", [(step, 0.5) for step in steps])])
     (axes,) = figure.axes
     low, high = axes.get_xlim()
     assert [tick for tick in axes.get_xticks() if low <= tick <= high] == ticks
@@ -51,7 +49,7 @@ def test_training_steps_are_whole_numbers(steps, ticks):
 def test_no_two_numbers_at_an_axis_read_alike():
     lines, squares = Figure(), Figure()
     values = [(100_000 + 100 * place, 1 + 1e-6 * place) for place in range(5)]
-    draw_curves(lines, [Curve(mark="", colour="k", band=[(step, at, at, at) for step, at in values])])
+    draw_curves(lines, [Curve.line("", "k", values)])
     draw_heat_map(
         squares, ["a"], [step for step, _ in values], {("a", step): 1.0 for step, _ in values}, (0.1, 1.0)
     )
@@ -74,9 +72,9 @@ def test_heat_maps_of_few_values(cells, scale):
     assert grey == [value < scale[0] for value in cells.values()]
 
 
-def test_rows_of_dots_begin_at_the_top():
+def test_the_legend_names_every_line_in_the_order_of_their_ends():
     figure = Figure()
-    draw_dots(figure, [Dot(name="first", value=0.5), Dot(name="second", value=math.nan)], view=(0, 1))
-    (axes,) = figure.axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["first", "second"]
-    assert axes.get_ylim()[0] > axes.get_ylim()[1]
+    marks = {"low": 1.0, "_high": 3.0, "middle": 2.0}
+    draw_curves(figure, [Curve.line(mark, "k", [(0, 1.5), (1, end)]) for mark, end in marks.items()])
+    (legend,) = figure.legends
+    assert [text.get_text().strip() for text in legend.get_texts()] == ["_high", "middle", "low"]

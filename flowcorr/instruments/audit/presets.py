@@ -19,7 +19,8 @@ from flowcorr.correction import OFF, PRESETS, RolloutCorrectionConfig
 from flowcorr.instruments.audit.effect import Effect, Steps, effect, obstacle
 from flowcorr.instruments.drawing import PALETTE, Chart
 from flowcorr.instruments.outcome import Column, Table
-from flowcorr.instruments.plots import Curve, Dot, draw_curves, draw_dots
+from flowcorr.instruments.plots import Curve, draw_curves, draw_heat_map
+from flowcorr.instruments.thinning import MAX_POINTS, spread_out
 from flowcorr.metrics import Metrics
 
 THIS_RUN = "this run"
@@ -241,22 +242,27 @@ def _counted(names: Sequence[str]) -> str:
 def preset_charts(presets: Sequence[Preset]) -> dict[str, Chart]:
     """How far each preset's gradient is from no correction, and how that changes over training steps."""
     replayed = [one for one in presets if one.numbers]
-    if not replayed:
+    if not any(one.cosines for one in replayed):
         return {}
-    spans = {
-        one.label: (_or_nan(one.numbers["least_cosine"]), _or_nan(one.numbers["cosine"])) for one in replayed
-    }
-    rows = [
-        Dot(name=one.label, value=spans[one.label][1], span=spans[one.label], muted=one.same)
+    columns = spread_out(sorted({step for one in replayed for step in one.cosines}), MAX_POINTS)
+    turns = {
+        (one.label, step): 1 - one.cosines[step]
         for one in replayed
-    ]
+        for step in columns
+        if step in one.cosines
+    }
     charts = [
         Chart(
             name="presets_direction",
-            title="Direction: cosine with no correction",
-            caption="dot: mean over steps; line: down to the lowest step; grey: acts as no correction does",
-            draw=draw_dots,
-            data={"rows": rows, "view": (min(0.0, *(least for least, _ in spans.values())) - 0.04, 1.04)},
+            title="Direction: 1 - cosine with no correction",
+            caption=f"across: training steps; grey: below {1 - SAME_COSINE:.3g}, the direction of no correction",
+            draw=draw_heat_map,
+            data={
+                "rows": [one.label for one in replayed],
+                "columns": columns,
+                "cells": turns,
+                "scale": (1 - SAME_COSINE, max(turns.values())),
+            },
             height=34 + 19 * len(replayed),
         )
     ]
@@ -283,11 +289,6 @@ def _curves(replayed: Sequence[Preset]) -> tuple[list[Curve], str]:
     turned = list(kinds.values())[:: max(1, math.ceil(len(kinds) / _MAX_LINES))]
     curves, names = [], []
     for mark, colour, one in zip(ascii_uppercase, PALETTE, turned, strict=False):
-        points = [(float(step), cosine, cosine, cosine) for step, cosine in one.cosines.items()]
-        curves.append(Curve(mark=mark, colour=colour, band=points))
+        curves.append(Curve.line(mark, colour, one.cosines.items()))
         names.append(f"{mark}: {one.label}")
     return curves, "; ".join(names)
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value

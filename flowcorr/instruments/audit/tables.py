@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from flowcorr.correction import compute_rollout_correction_and_rejection_mask
@@ -16,13 +14,12 @@ from flowcorr.correction.exponents import bounded
 from flowcorr.correction.modes import OUTLIER_Z
 from flowcorr.correction.robust import outlier_band
 from flowcorr.health.setting import limit_at
-from flowcorr.instruments.drawing import INK, LIMIT, PALETTE, Chart, label_lines, style_axis
+from flowcorr.instruments.drawing import BLUE, INK, LIMIT, Chart
 from flowcorr.instruments.faults import delta
 from flowcorr.instruments.gap_table import ABS_DELTA, QUANTILES
 from flowcorr.instruments.outcome import Column, Table
+from flowcorr.instruments.plots import Curve, draw_curves
 from flowcorr.records import Terms
-
-_MAX_NAMES = 20  # of steps below a chart
 
 
 def joint_nats(gap: Terms) -> float:
@@ -122,39 +119,22 @@ def outliers(gap: Terms) -> tuple[float, float]:
 
 def gap_chart(steps: Table, limit: float | Sequence[float] | None) -> Chart:
     """A chart of the gap by step, with the clip range."""
-    quantiles = ", ".join(f"{level:.0%}" for level in QUANTILES)
+    rows = steps.records()
+    low, middle, high = (f"{level:.0%}" for level in QUANTILES)
+    least, typical, most = ABS_DELTA
+    band = [(row["step_index"], row[typical], row[least], row[most]) for row in rows]
+    curves = [
+        Curve.line("needed", INK, ((row["step_index"], row["clip_needed"]) for row in rows)),
+        Curve(mark=middle, colour=BLUE, band=band),
+    ]
+    if limit is not None:
+        curves.append(Curve.line("clip", LIMIT, ((index, limit_at(limit, index)) for index, *_ in band)))
     return Chart(
         name="audit_gap",
         title="The gap by step of the schedule",
-        draw=_draw_gap,
-        data={"rows": steps.records(), "limit": limit},
-        caption=f"{quantiles}: quantiles of |delta log p|, nats per latent element; needed: the clip range that "
-        "bypass needs" + ("; clip: the configured clip range" if limit is not None else ""),
+        draw=draw_curves,
+        data={"curves": curves, "log": all(row[least] > 0 for row in rows)},
+        caption=f"across: step of the schedule; {middle}: quantile of |delta log p|, nats per latent element, with a "
+        f"band from {low} to {high}; needed: the clip range that bypass needs"
+        + ("; clip: the configured clip range" if limit is not None else ""),
     )
-
-
-def _draw_gap(
-    figure: Figure, rows: Sequence[Mapping[str, Any]], limit: float | Sequence[float] | None
-) -> None:
-    axes = figure.subplots()
-    places = range(len(rows))
-    lines = [
-        (f"{level:.0%}", [row[name] for row in rows], PALETTE[0], "-")
-        for name, level in zip(ABS_DELTA, QUANTILES, strict=True)
-    ]
-    lines.append(("needed", [row["clip_needed"] for row in rows], INK, "--"))
-    if limit is not None:
-        lines.append(("clip", [limit_at(limit, row["step_index"]) for row in rows], LIMIT, "-"))
-    for _, values, colour, style in lines:
-        axes.plot(places, values, f"o{style}", color=colour, clip_on=False)
-    if all(row[ABS_DELTA[0]] > 0 for row in rows):
-        axes.set_yscale("log")
-    style_axis(axes.yaxis)
-    names = [
-        f"step {row['step_index']}" + ("" if row["sigma"] is None else f"\nσ {row['sigma']:.2f}")
-        for row in rows
-    ]
-    stride = math.ceil(len(names) / _MAX_NAMES)
-    axes.set_xticks(places[::stride], names[::stride])
-    axes.set_xlim(-0.3, len(rows) - 1)
-    label_lines(axes, [(values[-1], name, colour) for name, values, colour, _ in lines])

@@ -116,7 +116,10 @@ def test_the_chart_shows_the_gap_beside_the_clip_range():
     steps = step_table(Gap.of(gap, replace(Setting.of(Config()), actor=ActorConfig(clip_ratio=1e-3))))
     axes = drawn(gap_chart(steps, 1e-3))
     assert axes.get_yscale() == "log"
-    assert [text.get_text() for text in axes.texts] == ["50%", "90%", "99%", "needed", "clip"]
-    names = ("abs_delta_50", "abs_delta_90", "abs_delta_99", "clip_needed")
-    expected = [[row[name] for row in steps.records()] for name in names]
-    assert [list(line.get_ydata()) for line in axes.lines] == [*expected, [1e-3, 1e-3]]
+    lines = {line.get_label().strip(): list(line.get_ydata()) for line in axes.lines}
+    for mark, column in (("90%", "abs_delta_90"), ("needed", "clip_needed")):
+        assert lines[mark] == [row[column] for row in steps.records()]
+    assert lines["clip"] == [1e-3, 1e-3]
+    (band,) = axes.collections
+    edges = {float(height) for height in band.get_paths()[0].vertices[:, 1]}
+    assert edges == {row[f"abs_delta_{level}"] for row in steps.records() for level in (50, 99)}
