@@ -23,7 +23,7 @@ from flowcorr.health.table import (
 from flowcorr.imports import import_target
 from flowcorr.instruments.doctor.checks import CAUSES, CHECKS
 from flowcorr.instruments.fault_words import FAULTS
-from flowcorr.instruments.reference.glossary import SYNONYMS, WORDS, find_word
+from flowcorr.instruments.reference.glossary import SYNONYMS, WATCHED, WORDS, find_word
 from flowcorr.instruments.reference.interfaces import INTERFACES, find_interface, rows_of
 from flowcorr.instruments.reference.keys import find_key, keys
 from flowcorr.instruments.reference.tables import OF_SEVERAL_STEPS, healthy, stops
@@ -154,16 +154,16 @@ def _shown(value: Any) -> str:
 
 
 def _word(name: str) -> Iterator[str]:
-    word = WORDS[name]
     yield f"{name} (word)"
-    yield f"  {word.meaning}"
-    if word.worry:
-        yield f"  worry: {word.worry}"
-        yield f"  do: {word.remedy}"
-    elif word.metrics:
-        yield from _watched(word.metrics[0])
-    if word.metrics:
-        yield f"  metrics: {', '.join(word.metrics)}"
+    yield f"  {WORDS[name]}"
+    if (watched := WATCHED.get(name)) is None:
+        return
+    if watched.worry:
+        yield f"  worry: {watched.worry}"
+        yield f"  do: {watched.remedy}"
+    else:
+        yield from _watched(watched.metrics[0])
+    yield f"  metrics: {', '.join(watched.metrics)}"
 
 
 def _metric(name: str, metric: Metric) -> Iterator[str]:

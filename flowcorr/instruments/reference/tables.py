@@ -14,7 +14,7 @@ from flowcorr.health.rule import Rule, Units
 from flowcorr.health.table import METRICS, SECTIONS, progress_labels
 from flowcorr.instruments.doctor.checks import CAUSES, CHECKS
 from flowcorr.instruments.fault_words import FAULTS
-from flowcorr.instruments.reference.glossary import SYNONYMS, WORDS
+from flowcorr.instruments.reference.glossary import SYNONYMS, WATCHED, WORDS, Watched
 from flowcorr.instruments.reference.interfaces import INTERFACES, rows_of
 from flowcorr.instruments.reference.keys import keys
 
@@ -108,10 +108,11 @@ def _checks() -> Iterator[tuple[str, ...]]:
 
 
 def _words() -> Iterator[tuple[str, ...]]:
-    for name, word in WORDS.items():
+    for name, meaning in WORDS.items():
         names = [name, *(synonym for synonym, of in SYNONYMS.items() if of == name)]
-        metrics = ", ".join(map(_code, word.metrics))
-        yield ", ".join(map(_code, names)), word.meaning, word.worry, word.remedy, metrics
+        watched = WATCHED.get(name, Watched(metrics=()))
+        metrics = ", ".join(map(_code, watched.metrics))
+        yield ", ".join(map(_code, names)), meaning, watched.worry, watched.remedy, metrics
 
 
 def _code(text: str) -> str:
