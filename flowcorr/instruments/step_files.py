@@ -1,9 +1,9 @@
-"""Reads the files of a folder of dumped steps, checks that they are of one run, and collects facts about it."""
+"""Reads the files of a folder of dumped steps, and checks that they are of one run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,45 +21,23 @@ from flowcorr.trainer.run_config import CONFIG_FILE
 _ROUNDING = 2.0**-8  # relative; noise levels may have been rounded to bfloat16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DumpedFile:
-    """Facts about a run that the file of one step contains.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DumpedStep:
+    """A training step that was dumped.
 
     Attributes:
-        path: the file.
+        path: its file.
+        terms: its terms; without `num_elements` in the file, with those of the other files.
         loss: its loss.
-        num_samples: `B`.
-        window: SDE steps a sample, `T`.
-        num_elements: `D`, where known.
-        last_index: its highest step index, where known.
-        has_levels: whether it tells noise levels.
-        scored: `scored_columns`.
-        bypass: whether the step was in bypass mode.
-        has_trainer: whether it holds log-probs of the trainer, see `holds_trainer`.
-        missing: names of optional fields that it lacks, see `dumps.missing`.
     """
 
     path: Path
+    terms: DumpedTerms
     loss: LoggedLoss
-    num_samples: int
-    window: int
-    num_elements: int | None
-    last_index: int | None
-    has_levels: bool
-    scored: Tensor
-    bypass: bool
-    has_trainer: bool
-    missing: Sequence[str]
-
-    def num_steps(self, levels: Tensor | None) -> int:
-        """Number of steps of the terms' schedule, as `as_terms` counts them."""
-        if self.last_index is not None:
-            return self.last_index + 1
-        return self.window if levels is None or not self.has_levels else len(levels)
 
 
-def survey(files: Mapping[int, Path], config: Config | None) -> tuple[dict[int, DumpedFile], list[str]]:
-    """The files that can be read, and a note on the others.
+def survey(files: Mapping[int, Path], config: Config | None) -> tuple[dict[int, DumpedStep], list[str]]:
+    """The steps whose files can be read, and a note on the others.
 
     Args:
         files: by training step.
@@ -73,28 +51,31 @@ def survey(files: Mapping[int, Path], config: Config | None) -> tuple[dict[int, 
             f"sampling.num_inference_steps={config.sampling.num_inference_steps} of {CONFIG_FILE} must be at most "
             f"{MAX_SCHEDULE}"
         )
-    examined: dict[int, DumpedFile] = {}
+    steps: dict[int, DumpedStep] = {}
     problems = []
-    for step, path in files.items():
+    for number, path in files.items():
         try:
-            examined[step] = _examined(path, config)
+            steps[number] = _read(path, config)
         except ConfigError as error:
             problems.append(str(error))
-    _check_alike(list(examined.values()))
+    _check_alike("SDE steps a sample", {step.path: window_of(step.terms) for step in steps.values()})
+    _check_alike("num_elements", {step.path: step.terms.num_elements for step in steps.values()})
+    size = next(
+        (step.terms.num_elements for step in steps.values() if step.terms.num_elements is not None), None
+    )
+    sized = {
+        number: replace(step, terms=replace(step.terms, num_elements=size)) for number, step in steps.items()
+    }
     if not problems:
-        return examined, []
-    return examined, [
-        f"{len(problems)} of {len(files)} dumped steps cannot be read; the first: {problems[0]}"
-    ]
+        return sized, []
+    return sized, [f"{len(problems)} of {len(files)} dumped steps cannot be read; the first: {problems[0]}"]
 
 
-def _examined(path: Path, config: Config | None) -> DumpedFile:
+def _read(path: Path, config: Config | None) -> DumpedStep:
     terms, loss = dumps.load(path), dumps.load_loss(path)
     if loss.loss_mode not in LOSSES and not is_own_name(loss.loss_mode):
         raise ConfigError(f"{path}: {unknown_choice('loss_mode', loss.loss_mode, LOSSES)}")
-    samples, window = terms.rollout_log_probs.shape
-    last = None if terms.step_indices is None else int(terms.step_indices.max())
-    highest = window - 1 if last is None else last
+    highest = num_steps_of(terms) - 1
     clip = loss.clip_ratio if config is None else config.actor.clip_ratio
     limits = {"the schedule": MAX_SCHEDULE if config is None else config.sampling.num_inference_steps}
     if isinstance(clip, Sequence):
@@ -104,49 +85,42 @@ def _examined(path: Path, config: Config | None) -> DumpedFile:
             raise ConfigError(
                 f"{path}: step_indices reaches {highest}, and {name} has {steps} steps; it is of another run"
             )
-    return DumpedFile(
-        path=path,
-        loss=loss,
-        num_samples=samples,
-        window=window,
-        num_elements=terms.num_elements,
-        last_index=last,
-        has_levels=terms.sigmas is not None,
-        scored=scored_columns(terms),
-        bypass=terms.bypass,
-        has_trainer=holds_trainer(terms),
-        missing=dumps.missing(terms, loss),
-    )
+    return DumpedStep(path=path, terms=terms, loss=loss)
 
 
-def _check_alike(files: Sequence[DumpedFile]) -> None:
-    """Raise if files state windows or latents of different sizes."""
-    for name, what in (("window", "SDE steps a sample"), ("num_elements", "num_elements")):
-        known = [file for file in files if getattr(file, name) is not None]
-        for file in known[1:]:
-            sizes = [getattr(one, name) for one in (known[0], file)]
-            if sizes[0] != sizes[1]:
-                raise ConfigError(
-                    f"{known[0].path} and {file.path} are of different runs: {what}={sizes[0]} and {what}={sizes[1]}; "
-                    "give each run a folder of its own"
-                )
+def _check_alike(what: str, sizes: Mapping[Path, int | None]) -> None:
+    """Raise if files state different sizes."""
+    known = [(path, size) for path, size in sizes.items() if size is not None]
+    for path, size in known[1:]:
+        if size != known[0][1]:
+            raise ConfigError(
+                f"{known[0][0]} and {path} are of different runs: {what}={known[0][1]} and {what}={size}; "
+                "give each run a folder of its own"
+            )
 
 
-def size_of(files: Iterable[DumpedFile]) -> int | None:
-    """`D` from the first file that states it, since all must agree; None if none does."""
-    return next((file.num_elements for file in files if file.num_elements is not None), None)
+def window_of(terms: DumpedTerms) -> int:
+    """SDE steps a sample, `T`."""
+    return terms.rollout_log_probs.shape[1]
 
 
-def noise_levels(paths: Sequence[Path]) -> Tensor | None:
+def num_steps_of(terms: DumpedTerms, levels: Tensor | None = None) -> int:
+    """Number of steps of the terms' schedule, as `as_terms` counts them."""
+    if terms.step_indices is not None:
+        return int(terms.step_indices.max()) + 1
+    return window_of(terms) if levels is None or terms.sigmas is None else len(levels)
+
+
+def noise_levels(steps: Iterable[DumpedTerms]) -> Tensor | None:
     """Noise levels of all steps, highest first, to within bfloat16 rounding; None if the files have step indices.
 
     Also None if they form no schedule. Samples may have windows of their own, so that a step's place within its window
     does not tell which step it is.
     """
-    loaded = [terms for terms in map(dumps.load, paths) if terms.sigmas is not None]
-    if all(terms.step_indices is not None for terms in loaded):
+    leveled = [terms for terms in steps if terms.sigmas is not None]
+    if all(terms.step_indices is not None for terms in leveled):
         return None
-    seen = [terms.sigmas.unique() for terms in loaded if terms.sigmas is not None]
+    seen = [terms.sigmas.unique() for terms in leveled if terms.sigmas is not None]
     levels = torch.cat(seen).unique().flip(0)
     new = torch.cat([levels.new_ones(1).bool(), levels[1:] < levels[:-1] * (1 - _ROUNDING)])
     highest, lowest = levels[new], levels[new.roll(-1)]  # of those that are one but for rounding

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,13 +33,15 @@ from flowcorr.instruments.dumped_loss import (
 )
 from flowcorr.instruments.faults import diagnose
 from flowcorr.instruments.step_files import (
-    DumpedFile,
+    DumpedStep,
     holds_trainer,
     noise_levels,
+    num_steps_of,
+    scored_columns,
     scored_in,
-    size_of,
     survey,
     trained_log_probs,
+    window_of,
 )
 from flowcorr.losses import clip_by_term, flow_grpo, resolve_loss
 from flowcorr.losses.table import CLIP
@@ -62,9 +65,7 @@ class DumpedRun:
         settings: by training step, its loss, correction and schedule, as far as they are known.
         config: the whole configuration of a run of flowcorr; None of another trainer's.
         loss_mode: the name of its loss, also where `setting` has another that stands in for it.
-        files: by training step, those that can be read.
-        num_terms: by training step, SDE steps of all its samples.
-        num_elements: `D`, where any file tells it.
+        steps: by training step, those whose files can be read.
         left_out: names of its own code that was not imported, see `RunConfig`.
         without_loss: training steps whose loss is such code.
         notes: what was not dumped and what it would give, and what was left out, a line each.
@@ -77,9 +78,7 @@ class DumpedRun:
     settings: Mapping[int, Setting]
     config: Config | None
     loss_mode: str
-    files: Mapping[int, Path]
-    num_terms: Mapping[int, int]
-    num_elements: int | None
+    steps: Mapping[int, DumpedStep]
     left_out: Mapping[str, str] = field(default_factory=dict)
     without_loss: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
@@ -99,11 +98,17 @@ class DumpedRun:
     @property
     def replayable(self) -> list[int]:
         """Training steps with a known loss; a user's own loss may not be imported."""
-        return [step for step in self.files if step not in self.without_loss]
+        return [step for step in self.steps if step not in self.without_loss]
 
-    def load(self, step: int) -> DumpedTerms:
-        """The terms of a training step; a file without `num_elements` gets the run's."""
-        return replace(dumps.load(self.files[step]), num_elements=self.num_elements)
+    @property
+    def num_elements(self) -> int | None:
+        """`D`, where any file tells it."""
+        return next(iter(self.steps.values())).terms.num_elements
+
+    @property
+    def with_trainer(self) -> dict[int, DumpedTerms]:
+        """By training step, the terms with log-probs of the trainer."""
+        return {number: step.terms for number, step in self.steps.items() if holds_trainer(step.terms)}
 
 
 def is_run(folder: Path) -> bool:
@@ -154,98 +159,92 @@ def read_dumped(folder: Path, *, allow_imports: Collection[str] = ()) -> DumpedR
 
 
 def of_own_run(
-    folder: Path, run: RunConfig, files: Mapping[int, DumpedFile], notes: Sequence[str]
+    folder: Path, run: RunConfig, steps: Mapping[int, DumpedStep], notes: Sequence[str]
 ) -> DumpedRun:
     """The dumped steps of a run of flowcorr, at least one."""
     return DumpedRun(
         folder=folder,
-        settings=dict.fromkeys(files, Setting.of(run.config)),
+        settings=dict.fromkeys(steps, Setting.of(run.config)),
         config=run.config,
         loss_mode=run.loss_mode,
-        **_of_files(files),
+        steps=steps,
         left_out=run.left_out,
-        without_loss=frozenset(files if run_config.LOSS in run.left_out else ()),
+        without_loss=frozenset(steps if run_config.LOSS in run.left_out else ()),
         notes=(*notes, *run_config.notes(run.left_out)),
-        scored=torch.ones(next(iter(files.values())).window, dtype=torch.bool),
+        scored=torch.ones(window_of(next(iter(steps.values())).terms), dtype=torch.bool),
     )
-
-
-def _of_files(files: Mapping[int, DumpedFile]) -> dict[str, Any]:
-    return {
-        "files": {step: file.path for step, file in files.items()},
-        "num_terms": {step: file.num_samples * file.window for step, file in files.items()},
-        "num_elements": size_of(files.values()),
-    }
 
 
 def _of_another_trainer(
-    folder: Path, by_step: Mapping[int, DumpedFile], notes: list[str], allowed: frozenset[str]
+    folder: Path, by_step: Mapping[int, DumpedStep], notes: list[str], allowed: frozenset[str]
 ) -> DumpedRun:
-    files = list(by_step.values())
-    levels, last = noise_levels([file.path for file in files]), files[-1]
-    own = [file.loss.loss_mode for file in files if not is_imported(file.loss, allowed)]
+    steps = list(by_step.values())
+    levels = noise_levels(step.terms for step in steps)
+    own = [step.loss.loss_mode for step in steps if not is_imported(step.loss, allowed)]
     left_out = {run_config.LOSS: own[-1]} if own else {}
-    notes = [*notes, *_missing(files), *_differing(files), *run_config.notes(left_out)]
-    notes += _stand_ins(files, allowed)
-    if levels is None and any(file.last_index is None and file.has_levels for file in files):
+    notes = [*notes, *_missing(steps), *_differing(steps), *run_config.notes(left_out)]
+    notes += _stand_ins(steps, allowed)
+    if levels is None and any(
+        step.terms.step_indices is None and step.terms.sigmas is not None for step in steps
+    ):
         notes.append("sigmas are not those of a schedule, so steps are counted within the window")
-    steps = max(file.num_steps(levels) for file in files)
-    for file in files:
-        clip = file.loss.clip_ratio
-        if isinstance(clip, Sequence) and file.num_steps(levels) > len(clip):
+    num_steps = 0
+    for step in steps:
+        clip, count = step.loss.clip_ratio, num_steps_of(step.terms, levels)
+        if isinstance(clip, Sequence) and count > len(clip):
             raise ConfigError(
-                f"{file.path}: clip_ratio has {len(clip)} values, and the terms of {folder} are of "
-                f"{file.num_steps(levels)} steps; give one value for each, or one number"
+                f"{step.path}: clip_ratio has {len(clip)} values, and the terms of {folder} are of "
+                f"{count} steps; give one value for each, or one number"
             )
-        steps = max(steps, len(clip) if isinstance(clip, Sequence) else 0)
+        num_steps = max(num_steps, count, len(clip) if isinstance(clip, Sequence) else 0)
     return DumpedRun(
         folder=folder,
         settings={
-            step: _setting(actor_of(file.loss, allowed), file.bypass, file.window, steps)
-            for step, file in by_step.items()
+            number: _setting(actor_of(step.loss, allowed), step.terms, num_steps)
+            for number, step in by_step.items()
         },
         config=None,
-        loss_mode=last.loss.loss_mode,
-        **_of_files(by_step),
+        loss_mode=steps[-1].loss.loss_mode,
+        steps=by_step,
         left_out=left_out,
-        without_loss=frozenset(step for step, file in by_step.items() if not is_imported(file.loss, allowed)),
+        without_loss=frozenset(
+            number for number, step in by_step.items() if not is_imported(step.loss, allowed)
+        ),
         notes=tuple(notes),
         levels=levels,
-        scored=scored_in([file.scored for file in files]),
+        scored=scored_in([scored_columns(step.terms) for step in steps]),
     )
 
 
-def _missing(files: Sequence[DumpedFile]) -> list[str]:
+def _missing(steps: Sequence[DumpedStep]) -> list[str]:
     """A line for each optional field that steps lack, with its use."""
-    counts = {name: sum(name in file.missing for file in files) for name in dumps.GIVES}
-    if size_of(files) is not None:
-        counts["num_elements"] = 0  # one file tells it for all, see `survey`
+    missing = Counter(name for step in steps for name in dumps.missing(step.terms, step.loss))
     lines = [
-        f"not dumped{_of_steps(count, len(files))}: {name}, which gives {dumps.GIVES[name]}"
-        for name, count in counts.items()
-        if count
+        f"not dumped{_of_steps(missing[name], len(steps))}: {name}, which gives {use}"
+        for name, use in dumps.GIVES.items()
+        if missing[name]
     ]
-    alone = sum(not file.has_trainer for file in files)
+    alone = sum(not holds_trainer(step.terms) for step in steps)
     if alone:
         lines.append(
-            f"the trainer's log-probs were not dumped{_of_steps(alone, len(files))}: no gap is known there; dump "
+            f"the trainer's log-probs were not dumped{_of_steps(alone, len(steps))}: no gap is known there; dump "
             "old_log_probs where it recomputes them, or current_log_probs"
         )
     return lines
 
 
-def _differing(files: Sequence[DumpedFile]) -> list[str]:
+def _differing(steps: Sequence[DumpedStep]) -> list[str]:
     """A line for each fact of the run that differs by step."""
     lines = []
-    bypass = sum(file.bypass for file in files)
-    if 0 < bypass < len(files):
-        lines.append(f"bypass mode{_of_steps(bypass, len(files))}: each step is judged in its own mode")
-    if any(file.loss != files[0].loss for file in files):
+    bypass = sum(step.terms.bypass for step in steps)
+    if 0 < bypass < len(steps):
+        lines.append(f"bypass mode{_of_steps(bypass, len(steps))}: each step is judged in its own mode")
+    if any(step.loss != steps[0].loss for step in steps):
         lines.append(
             "loss_mode, clip_ratio or adv_clip_max differ by step: each step is judged by its own, and advice is for "
-            f"those of the last, {files[-1].path.name}"
+            f"those of the last, {steps[-1].path.name}"
         )
-    if len({file.last_index is None for file in files}) > 1:
+    if len({step.terms.step_indices is None for step in steps}) > 1:
         lines.append(
             "some files lack step_indices, so that their steps are counted within the window, and stand beside other "
             "steps of the schedule: dump step_indices in each, or delete these files"
@@ -253,10 +252,10 @@ def _differing(files: Sequence[DumpedFile]) -> list[str]:
     return lines
 
 
-def _stand_ins(files: Sequence[DumpedFile], allowed: frozenset[str]) -> list[str]:
+def _stand_ins(steps: Sequence[DumpedStep], allowed: frozenset[str]) -> list[str]:
     """A line for each loss with a limit that dumps do not hold."""
     lines = []
-    for name, loss in {file.loss.loss_mode: file.loss for file in files}.items():
+    for name, loss in {step.loss.loss_mode: step.loss for step in steps}.items():
         limit = resolve_loss(actor_of(loss, allowed)).limit
         if reads_means(loss, allowed):
             lines.append(
@@ -273,17 +272,15 @@ def _of_steps(count: int, total: int) -> str:
 
 def setting_of(terms: DumpedTerms, loss: LoggedLoss) -> Setting:
     """The setting of another trainer's run, as far as one step tells it; see `actor_of`."""
-    window = terms.rollout_log_probs.shape[1]
-    last = window - 1 if terms.step_indices is None else int(terms.step_indices.max())
-    return _setting(actor_of(loss), terms.bypass, window, last + 1)
+    return _setting(actor_of(loss), terms, num_steps_of(terms))
 
 
-def _setting(actor: ActorConfig, bypass: bool, window: int, num_steps: int) -> Setting:
+def _setting(actor: ActorConfig, terms: DumpedTerms, num_steps: int) -> Setting:
     return Setting(
         actor=actor,
-        correction=RolloutCorrectionConfig(bypass_mode=bypass),
+        correction=RolloutCorrectionConfig(bypass_mode=terms.bypass),
         num_steps=num_steps,
-        window_size=window,
+        window_size=window_of(terms),
         window_end=num_steps,
     )
 
@@ -360,8 +357,7 @@ def gap_of(dumped: DumpedTerms, levels: Tensor | None = None, scored: Tensor | N
 
 def diagnosed(run: DumpedRun) -> list[Finding]:
     """The faults of the log-probs of dumped steps."""
-    loaded = {step: run.load(step) for step in run.files}
-    steps = {step: dumped for step, dumped in loaded.items() if holds_trainer(dumped)}
+    steps = run.with_trainer
     gaps = {step: gap_of(dumped, run.levels, run.scored) for step, dumped in steps.items()}
     return diagnose(gaps, ages_of(steps)) if gaps else []
 
@@ -379,13 +375,10 @@ def records(run: DumpedRun) -> list[dict[str, Any]]:
     """The metrics that training would have logged of each step, as far as the dump tells: drift, update, rewards.
 
     A metric that is not finite is None, as in `metrics.jsonl`.
-
-    Raises:
-        ConfigError: a file is damaged.
     """
     by_step = {
-        step: step_metrics(run.load(step), setting, run.levels, run.scored)
-        for step, setting in run.settings.items()
+        number: step_metrics(step.terms, run.settings[number], run.levels, run.scored)
+        for number, step in run.steps.items()
     }
     return [
         {"step": step} | {name: value if math.isfinite(value) else None for name, value in metrics.items()}

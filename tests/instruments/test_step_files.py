@@ -24,7 +24,7 @@ def test_noise_levels_stand_for_step_indices(tmp_path):
     run = read_dumped(tmp_path)
     assert run.levels.tolist() == pytest.approx([1.0, 0.9, 0.7, 0.5], rel=1e-2)
     assert run.setting.num_steps == 4
-    found = [as_terms(dumps.load(path), run.levels).step_index for path in run.files.values()]
+    found = [as_terms(step.terms, run.levels).step_index for step in run.steps.values()]
     assert torch.equal(found[0], found[1])
     assert found[0][:3].tolist() == [[0, 1], [1, 2], [2, 3]]
     assert "rollout_corr/step_3/kl" in records(run)[0]
@@ -36,7 +36,7 @@ def test_of_six_files_a_damaged_one_is_left_out(tmp_path):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.warns(UserWarning, match=f"^1 of 6 .*: {path} ") as caught:
         run = read_dumped(tmp_path)
-    assert list(run.files) == [1, 2, 4, 5, 6]
+    assert list(run.steps) == [1, 2, 4, 5, 6]
     assert run.notes == (str(caught[0].message),)
     assert [record["step"] for record in records(run)] == [1, 2, 4, 5, 6]
 
@@ -79,7 +79,7 @@ def test_files_of_two_runs_are_told_apart(metadata, tensors, named, tmp_path):
 def test_step_indices_stay_within_the_schedule(tmp_path):
     run_dir = write_run(tmp_path / "run", [terms_of(), terms_of(steps=11)], "sampling.num_inference_steps=10")
     with pytest.warns(UserWarning, match=r"step_000002\.safetensors: step_indices reaches 10, .* 10 steps;"):
-        assert list(read_dumped(run_dir).files) == [1]
+        assert list(read_dumped(run_dir).steps) == [1]
     write_step(tmp_path / "foreign", metadata={"clip_ratio": "[0.1, 0.1]"})
     with pytest.raises(
         ConfigError, match=r"step_000001\.safetensors: step_indices reaches 3, .*clip_ratio has 2 "

@@ -206,7 +206,7 @@ def test_what_was_learned_is_no_gap(tmp_path):
     assert first["rollout_corr/nonfinite_fraction"] == 0
     assert first["actor/ratio_mean"] == pytest.approx(1 + math.expm1(0.1) / 2, rel=1e-3)
     assert diagnosed(run) == []
-    terms = as_terms(dumps.load(run.files[1]))
+    terms = as_terms(run.steps[1].terms)
     assert torch.equal(terms.keep, FRESH)
 
 
@@ -214,7 +214,7 @@ def test_a_file_without_the_mark_is_judged_whole(tmp_path):
     draw_steps(tmp_path, without=("old_log_probs",))
     run = read_dumped(tmp_path)
     assert [note.split(",")[0].split(": ")[1] for note in run.notes] == ["before_update"]
-    assert as_terms(dumps.load(run.files[1])).keep is None
+    assert as_terms(run.steps[1].terms).keep is None
 
 
 BROKEN = {

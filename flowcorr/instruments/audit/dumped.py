@@ -26,7 +26,7 @@ from flowcorr.instruments.faults import delta, diagnose, trained_columns
 from flowcorr.instruments.gap_size import estimated_kl, moments_disagree
 from flowcorr.instruments.gap_table import Gap
 from flowcorr.instruments.outcome import Report, on_files
-from flowcorr.instruments.step_files import holds_trainer, trained_log_probs
+from flowcorr.instruments.step_files import trained_log_probs
 from flowcorr.instruments.steps import DumpedRun, ages_of, gap_of, read_dumped
 from flowcorr.instruments.stored import stored_in
 from flowcorr.records import Terms
@@ -163,7 +163,7 @@ def _stated(run: DumpedRun, gap: Terms) -> Stated:
         return stated.with_distance(math.sqrt(fmean(squares)), gap) if squares else stated
     captured = list(replay_files(run.folder).values())
     last = load_replay(captured[-1]) if captured else None
-    indexed = run.levels is None and all(run.load(step).step_indices is not None for step in run.files)
+    indexed = run.levels is None and all(step.terms.step_indices is not None for step in run.steps.values())
     whole = last is not None and last.step_indices is None
     return Stated.of_captured(last, indexed=indexed or whole)
 
@@ -178,14 +178,12 @@ def presets_of(run: DumpedRun) -> list[Preset]:
 
 def _with_trainer(run: DumpedRun) -> dict[int, DumpedTerms]:
     """The training steps that hold log-probs of the trainer."""
-    loaded = {step: run.load(step) for step in run.files}
-    terms = {step: one for step, one in loaded.items() if holds_trainer(one)}
-    if not terms:
+    if not run.with_trainer:
         raise ConfigError(
-            f"{run.files[min(run.files)]} holds the rollout's log-probs alone; dump the trainer's as well: "
+            f"{run.steps[min(run.steps)].path} holds the rollout's log-probs alone; dump the trainer's as well: "
             "old_log_probs where it recomputes them, or current_log_probs"
         )
-    return terms
+    return run.with_trainer
 
 
 def _judged(gap: Terms) -> Terms:

@@ -90,7 +90,7 @@ def steps_of(run: DumpedRun) -> list[Steps]:
 
     Steps whose loss is code of the run's own that was not imported are left out.
     """
-    loaded = ((step, run.load(step)) for step in run.replayable)
+    loaded = ((step, run.steps[step].terms) for step in run.replayable)
     kinds = groupby(loaded, key=lambda one: (one[1].bypass, one[1].tensors().keys(), run.settings[one[0]]))
     return [
         stack(dict(parts), setting, run.levels, of_flowcorr=run.of_flowcorr)

@@ -164,12 +164,12 @@ def read_run(folder: Path, *, allow_imports: Collection[str] = ()) -> Run:
     _check_num_elements(path, records)
     every = dumps.files(folder)
     shown = {step: every[step] for step in spread_out(list(every), MAX_STEPS)}
-    files, notes = survey(shown, stored_config.config)
+    steps, notes = survey(shown, stored_config.config)
     notes = [*filter(None, [odd]), *notes]
     for note in notes:
         warnings.warn(note, UserWarning, stacklevel=2)
     settings = {key: _text(value) for key, value in dotted(redact(stored_config.values)).items()}
-    dumped = of_own_run(folder, stored_config, files, notes) if files else None
+    dumped = of_own_run(folder, stored_config, steps, notes) if steps else None
     events = _events(folder)
     return Run(
         folder=folder,
@@ -199,7 +199,7 @@ def _read_dump(folder: Path, allow_imports: Collection[str]) -> Run:
             _text(actor.clip_ratio) for actor in actors if actor.clip_ratio != UNBOUNDED
         ),
     }
-    shown = spread_out(list(dumped.files), MAX_STEPS)
+    shown = spread_out(list(dumped.steps), MAX_STEPS)
     return Run(
         folder=folder,
         setting=dumped.setting,
@@ -208,10 +208,12 @@ def _read_dump(folder: Path, allow_imports: Collection[str]) -> Run:
         records=dumped_records(dumped),
         ending="",
         name=_readable(os.path.basename(os.path.realpath(folder))),
-        dumped=replace(dumped, files={step: dumped.files[step] for step in shown}),
+        dumped=replace(dumped, steps={step: dumped.steps[step] for step in shown}),
         units={
-            step: units_of_setting(setting, dumped.num_elements, num_terms=dumped.num_terms[step])
-            for step, setting in dumped.settings.items()
+            number: units_of_setting(
+                dumped.settings[number], dumped.num_elements, num_terms=step.terms.rollout_log_probs.numel()
+            )
+            for number, step in dumped.steps.items()
         },
         faults=diagnosed(dumped),
         notes=dumped.notes,

@@ -49,11 +49,7 @@ class Spread:
 
 
 def read_spread(group: Group) -> Spread | None:
-    """Read the terms that the runs of a group dumped; None if they dumped none.
-
-    Raises:
-        ConfigError: a file has been damaged since the run was read.
-    """
+    """The spread of the terms that the runs of a group dumped; None if they dumped none."""
     runs = [run.dumped for run in group.runs if run.dumped is not None]
     if not runs:
         return None
@@ -61,12 +57,12 @@ def read_spread(group: Group) -> Spread | None:
     updates: list[tuple[Terms, Setting]] = []
     num_steps = num_bypass = 0
     for run in runs:
-        for step in run.files:
-            dumped = run.load(step)
+        for number, step in run.steps.items():
+            dumped = step.terms
             terms = as_terms(dumped, run.levels)
             num_steps, num_bypass = num_steps + 1, num_bypass + dumped.bypass
             if dumped.current_log_probs is not None:
-                updates.append((terms, run.settings[step]))
+                updates.append((terms, run.settings[number]))
             if not holds_trainer(dumped):
                 continue
             delta = trained_log_probs(dumped) - terms.rollout_log_prob

@@ -165,7 +165,7 @@ def test_steps_may_be_stacked(tmp_path):
     parts = [terms_of(samples, seed=samples, shift=samples / 8) for samples in (8, 16, 12)]
     run = read_dumped(write_run(tmp_path / "run", parts, *own))
     assert [steps.sizes for steps in steps_of(run)] == [{1: 8, 2: 16, 3: 12}]
-    alone = [stack({step: run.load(step)}, run.setting, of_flowcorr=True) for step in run.files]
+    alone = [stack({number: step.terms}, run.setting, of_flowcorr=True) for number, step in run.steps.items()]
     whole, expected = (by_name(compare(steps, run.setting.correction)) for steps in (steps_of(run), alone))
     assert whole.keys() == expected.keys()
     for name, found in whole.items():
