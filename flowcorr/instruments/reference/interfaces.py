@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pkgutil import resolve_name
 from typing import Any
 
-from flowcorr.instruments.reference.keys import meanings_of
+from flowcorr.instruments.reference.schema import meanings_of
 
 Row = tuple[str, str, str]
 """Name, meaning, default; a default is empty where a value is required."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -13,12 +15,11 @@ from flowcorr.config.older_verl import FLAT_KEYS
 from flowcorr.config.schema import AlgorithmConfig, Config
 from flowcorr.correction import MEASURED, RolloutCorrectionConfig
 from flowcorr.correction.presets import NAMES
-from flowcorr.instruments.reference.keys import meanings_of
 
 Schema = dict[str, Any]
 
 _SCALARS: Mapping[Any, str] = {bool: "boolean", int: "integer", float: "number"}
-_INTERPOLATION = {"type": "string", "pattern": r"\$\{"}  # OmegaConf's, such as ${sampling.height}
+INTERPOLATION = {"type": "string", "pattern": r"\$\{"}  # OmegaConf's, such as ${sampling.height}
 _OLDER = "a key of an older dialect of verl, which is translated with a warning"
 
 
@@ -29,6 +30,19 @@ def recipe_schema() -> Schema:
         "title": "A recipe of flowcorr",
         **_section(Config),
     }
+
+
+def meanings_of(described: Any, heading: str = "Attributes") -> dict[str, str]:
+    """The sentences under `Attributes:`, or another heading, of a docstring; `height, width: ...` counts for both."""
+    text = inspect.getdoc(described) or ""
+    _, _, attributes = text.partition(f"{heading}:\n")
+    attributes = attributes.split("\n\n")[0]
+    meanings: dict[str, str] = {}
+    for names, meaning in re.findall(
+        r"^    ([\w, ]+): (.*(?:\n        .*)*)", attributes, flags=re.MULTILINE
+    ):
+        meanings |= {name.strip(): " ".join(meaning.split()) for name in names.split(",")}
+    return meanings
 
 
 def _section(section: type) -> Schema:
@@ -53,7 +67,7 @@ def _section(section: type) -> Schema:
         properties["preset"]["anyOf"] = [{"enum": list(NAMES)}, {"type": "null"}]
     if section in (AlgorithmConfig, RolloutCorrectionConfig):
         older = {"deprecated": True, "description": _OLDER}
-        properties = {**dict.fromkeys(FLAT_KEYS, older), **properties}
+        properties |= {key: older for key in FLAT_KEYS if key not in properties}
     schema: Schema = {"type": "object", "properties": properties, "additionalProperties": False}
     return {**schema, "required": required} if required else schema
 
@@ -80,7 +94,7 @@ def _of_hint(hint: Any) -> Schema:
         return {"type": "null"}
     if hint is str:
         return {"type": "string"}
-    return {"anyOf": [{"type": _SCALARS[hint]}, _INTERPOLATION]}
+    return {"anyOf": [{"type": _SCALARS[hint]}, INTERPOLATION]}
 
 
 def _as_json(default: Any) -> Any:
