@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.fx.experimental import _config as shapes
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
@@ -86,7 +87,7 @@ def tracing(kinds: Iterable[Kind] = ()) -> Iterator[Tracer]:
     plain = functional.scaled_dot_product_attention
     functional.scaled_dot_product_attention = _fused(plain)
     try:
-        with Tracer() as tracer:
+        with shapes.patch(meta_nonzero_assume_all_nonzero=True), Tracer() as tracer:  # type: ignore[attr-defined]
             for blocks, depth in kinds:
                 tracer.repeat(blocks, depth)
             yield tracer
@@ -262,31 +263,16 @@ def _operation(func: Any, args: Any, kwargs: Mapping[str, Any], results: Any) ->
 
 
 def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The results of an operation on `meta`; values that it depends on are 1."""
+    """The results of an operation on `meta`; a number that is read is 1."""
     packet = func.overloadpacket
     if packet is _aten._local_scalar_dense and args[0].is_meta:
         return torch.ones((), dtype=args[0].dtype).item()
-    if packet is _aten.nonzero and args[0].is_meta:
-        return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.long)
-    if packet is _aten.index and args[0].is_meta:
-        return func(args[0], _everywhere(args[1]))
     try:
         return func(*args, **kwargs)
     except NotImplementedError as error:
         raise BackendError(
             f"flowcorr plan cannot follow torch.{packet.__name__}: the shape of its result depends on values"
         ) from error
-
-
-def _everywhere(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Indices in which a mask selects all places."""
-    coordinates: list[Tensor | None] = []
-    for index in indices:
-        if index is not None and index.dtype == torch.bool:
-            coordinates += [index.new_empty(index.numel(), dtype=torch.long)] * index.dim()
-        else:
-            coordinates.append(index)
-    return coordinates
 
 
 def _fused(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
