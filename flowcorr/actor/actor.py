@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class DiffusionActor:
         # Sharded weights allow no pass of one rank alone, and on a CPU folding is never slower.
         self._measures_folding = self.weights.device.type == "cuda" and not self.weights.sharded
 
+    @torch.no_grad()
     def log_probs(
         self,
         rollout: Rollout,
@@ -53,11 +55,32 @@ class DiffusionActor:
         filler_sample: Rollout | None = None,
         observe: Observe | None = None,
     ) -> Scores:
-        """Score a batch without gradients, in passes that fit the memory; see `Scorer.log_probs`."""
+        """Recompute the log-probs of a whole batch without gradients, in passes that fit the memory.
+
+        Args:
+            rollout: the batch.
+            with_means: also return the step means.
+            guidance: None for the run's.
+            filler_sample: a sample for a rank with fewer micro-batches than others, which scores it to stay in step
+                with them. Needed for sharded weights if a rank's batch may be empty; None takes the batch's first.
+            observe: see `Observe`.
+        """
         bound_passes(self.scorer, rollout)
-        return self.scorer.log_probs(
-            rollout, with_means=with_means, guidance=guidance, filler_sample=filler_sample, observe=observe
-        )
+        micro_batches = self.scorer.micro_batches(rollout.num_samples)
+        filler_sample = rollout.select(slice(1)) if filler_sample is None else filler_sample
+        num_fillers = self.scorer.num_fillers(len(micro_batches), filler_sample)
+        means = rollout.window.latents[:0] if with_means else None
+        none = rollout.log_probs[:0]
+        parts = [Scores(log_probs=none, means=means, stds=none)]
+        for rows in micro_batches:
+            part = rollout.select(rows)
+            scores = self.score(part, guidance=guidance)
+            if observe is not None:
+                observe(part, scores)
+            parts.append(scores if with_means else replace(scores, means=None))
+        for _ in range(num_fillers):
+            self.score(filler_sample)
+        return Scores.concatenate(parts)
 
     @torch.enable_grad()  # a reward or metric of one's own may have turned gradients off for this thread
     def update(

@@ -99,42 +99,6 @@ class Scorer:
         return replace(scores, log_probs=log_probs, means=means)
 
     @torch.no_grad()
-    def log_probs(
-        self,
-        rollout: Rollout,
-        *,
-        with_means: bool = False,
-        guidance: Guidance | None = None,
-        filler_sample: Rollout | None = None,
-        observe: Observe | None = None,
-    ) -> Scores:
-        """Recompute the log-probs of a whole batch, in micro-batches and without gradients.
-
-        Args:
-            rollout: the batch.
-            with_means: also return the step means.
-            guidance: None for the run's.
-            filler_sample: a sample for a rank with fewer micro-batches than others, which scores it to stay in step
-                with them. Needed for sharded weights if a rank's batch may be empty; None takes the batch's first.
-            observe: see `Observe`.
-        """
-        micro_batches = self.micro_batches(rollout.num_samples)
-        filler_sample = rollout.select(slice(1)) if filler_sample is None else filler_sample
-        num_fillers = self.num_fillers(len(micro_batches), filler_sample)
-        means = rollout.window.latents[:0] if with_means else None
-        none = rollout.log_probs[:0]
-        parts = [Scores(log_probs=none, means=means, stds=none)]
-        for rows in micro_batches:
-            part = rollout.select(rows)
-            scores = self.score(part, guidance=guidance)
-            if observe is not None:
-                observe(part, scores)
-            parts.append(scores if with_means else replace(scores, means=None))
-        for _ in range(num_fillers):
-            self.score(filler_sample)
-        return Scores.concatenate(parts)
-
-    @torch.no_grad()
     def reference_means(self, rollout: Rollout) -> Tensor | None:
         """Step means `[B, T, *L]` of the reference policy, the model as it was loaded; None without `actor.kl_coef`."""
         if not self.config.actor.kl_coef:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -43,6 +44,43 @@ class Weights:
     version: int
     tensors: Mapping[str, Tensor]
     probe_velocity: Tensor | None = None
+
+
+class SyncedWeights:
+    """The weights of an engine that loads them as it is told to, `rollout.staleness` syncs late.
+
+    Args:
+        staleness: `rollout.staleness`.
+    """
+
+    def __init__(self, staleness: int) -> None:
+        self._history: deque[Weights] = deque(maxlen=staleness + 1)
+        self._loaded: Weights | None = None
+
+    @property
+    def version(self) -> int:
+        """Optimizer updates behind the weights that sample."""
+        return self._loaded.version if self._loaded is not None else 0
+
+    @property
+    def history(self) -> list[Weights]:
+        """See `RolloutEngine.history`."""
+        return list(self._history)
+
+    def sync(self, weights: Weights) -> None:
+        """See `RolloutEngine.sync`; raises as `_load` does."""
+        self._history.append(weights)
+        if self._history[0] is not self._loaded:
+            self._load(self._history[0])
+
+    def restore(self, history: Sequence[Weights]) -> None:
+        """See `RolloutEngine.restore`."""
+        self._history = deque(history, maxlen=self._history.maxlen)
+        self._load(self._history[0])
+
+    def _load(self, weights: Weights) -> None:
+        """Sample with these weights from now on, and note them in `_loaded`."""
+        raise NotImplementedError
 
 
 class RolloutEngine(Protocol):

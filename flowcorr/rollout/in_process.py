@@ -6,7 +6,6 @@ import contextlib
 import copy
 import itertools
 import math
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -18,7 +17,7 @@ from flowcorr.config.rollout import RolloutConfig
 from flowcorr.config.schema import Config, SamplingConfig
 from flowcorr.models import DTYPES, ModelFamily, SamplingPlan
 from flowcorr.records import Rollout
-from flowcorr.rollout.base import Merge, OnImages, Weights, attention_name, ignore_images
+from flowcorr.rollout.base import Merge, OnImages, SyncedWeights, Weights, attention_name, ignore_images
 from flowcorr.rollout.emulate import round_weight
 from flowcorr.rollout.sampler import decode, sample_sde_window
 
@@ -26,7 +25,7 @@ CPU_TOKENS = 5000
 """Tokens of a pass for each thread of a CPU, those of both halves of guidance: with more, an image takes longer."""
 
 
-class InProcessEngine:
+class InProcessEngine(SyncedWeights):
     """Samples in this process.
 
     It shares the actor's transformer if both have the same precision, and the engine `shares` and is neither emulated
@@ -53,6 +52,7 @@ class InProcessEngine:
         base: nn.Module,
         shares: bool = True,
     ) -> None:
+        super().__init__(rollout.staleness)
         self.family = family
         self.config = rollout
         self.seed = seed
@@ -62,28 +62,6 @@ class InProcessEngine:
         self.shared = shares and alike
         self.merge = merge
         self._copy = None if self.shared else _frozen_copy(base, _device(family.transformer), self.dtype)
-        self._history: deque[Weights] = deque(maxlen=rollout.staleness + 1)
-        self._loaded: Weights | None = None
-
-    @property
-    def version(self) -> int:
-        """Optimizer updates behind the weights that sample."""
-        return self._loaded.version if self._loaded is not None else 0
-
-    @property
-    def history(self) -> list[Weights]:
-        """The versions that a stale engine still has to sample with, oldest first."""
-        return list(self._history)
-
-    def sync(self, weights: Weights) -> None:
-        self._history.append(weights)
-        if self._history[0] is not self._loaded:
-            self._load(self._history[0])
-
-    def restore(self, history: Sequence[Weights]) -> None:
-        """Put back the `history` of an interrupted run."""
-        self._history = deque(history, maxlen=self.config.staleness + 1)
-        self._load(self._history[0])
 
     def sample(
         self,

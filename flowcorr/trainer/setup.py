@@ -36,7 +36,7 @@ from flowcorr.rollout import RolloutEngine
 from flowcorr.rollout.base import shards_weights
 from flowcorr.rollout.build import build_backend, check_installed
 from flowcorr.rollout.vllm_omni.options import num_gpus
-from flowcorr.rollout.vllm_omni.probe import ComputedProbe
+from flowcorr.rollout.vllm_omni.probe import ActorProbe, actor_probe
 from flowcorr.trainer import out_of_memory
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.workers.pool import OnEvent, ignore_event
@@ -111,7 +111,7 @@ def build_stacks(
         if resolve_engine(config.rollout.name).takes_probe:
             with out_of_memory.explained(config, lambda: out_of_memory.PROBING):
                 references = prompts[0].images
-                probe = ComputedProbe(family, config, actor.weights.snapshot().tensors, references)
+                probe = actor_probe(family, config, actor.weights.snapshot().tensors, references)
         with out_of_memory.explained(config, lambda: out_of_memory.ENCODING):
             cache = PromptCache(family, actor.guidance, prompts)
         engine = _build_engine(config, actor, probe, on_event)
@@ -288,7 +288,7 @@ def _say_cuts(reward: WeightedSum | ThreadReward | RayReward, prompts: Sequence[
 
 
 def _build_engine(
-    config: Config, actor: DiffusionActor, probe: ComputedProbe | None, on_event: OnEvent
+    config: Config, actor: DiffusionActor, probe: ActorProbe | None, on_event: OnEvent
 ) -> RolloutEngine:
     """The rollout engine that `rollout` asks for."""
     if config.rollout.placement == "ray":

@@ -22,7 +22,7 @@ from flowcorr.models.quantized import whole_copy
 from flowcorr.records import Rollout
 from flowcorr.rollout.base import OnImages, Weights, ignore_images, needs_base, shards_weights
 from flowcorr.rollout.build import as_rollout, build_backend
-from flowcorr.rollout.vllm_omni.probe import ComputedProbe, ShippedProbe
+from flowcorr.rollout.vllm_omni.probe import ActorProbe
 from flowcorr.workers.pool import Answer, OnEvent, WorkerPool, ignore_event
 
 # Errors of the task, not of the worker: the task would fail in any other worker too.
@@ -45,14 +45,14 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SyncedWeights:
+class SharedWeights:
     """Weights of one sync: on the CPU of this process, and a reference to them in Ray's object store."""
 
     weights: Weights
     reference: Any
 
 
-def shipped_velocity(probe: ComputedProbe | None, weights: Weights, config: Config) -> Tensor | None:
+def shipped_velocity(probe: ActorProbe | None, weights: Weights, config: Config) -> Tensor | None:
     """The actor's velocity under `weights`, for the workers to compare with; None on a rank that sends them nothing.
 
     Every rank has to call: a forward pass of sharded weights gathers them from all ranks.
@@ -81,12 +81,12 @@ class RayRollout:
     """
 
     def __init__(
-        self, config: Config, *, probe: ComputedProbe | None = None, on_event: OnEvent = ignore_event
+        self, config: Config, *, probe: ActorProbe | None = None, on_event: OnEvent = ignore_event
     ) -> None:
         self.config = config
         self._probe = probe
         rollout = config.rollout
-        self._history: deque[SyncedWeights] = deque(maxlen=rollout.max_weight_age + 1)
+        self._history: deque[SharedWeights] = deque(maxlen=rollout.max_weight_age + 1)
         self._groups_per_shard = max(1, (rollout.batch_size or rollout.n) // rollout.n)
         self._workers = WorkerPool(
             "rollout",
@@ -115,16 +115,16 @@ class RayRollout:
         """Put back the `history` of an interrupted run."""
         self._history = deque(map(self._put, history), maxlen=self.config.rollout.max_weight_age + 1)
 
-    def _put(self, weights: Weights) -> SyncedWeights:
+    def _put(self, weights: Weights) -> SharedWeights:
         """Put weights into the object store; a worker loads them when a shard names them."""
         on_cpu = replace(
             weights,
             tensors={name: tensor.cpu() for name, tensor in weights.tensors.items()},
             probe_velocity=shipped_velocity(self._probe, weights, self.config),
         )
-        return SyncedWeights(weights=on_cpu, reference=self._workers.share(on_cpu))
+        return SharedWeights(weights=on_cpu, reference=self._workers.share(on_cpu))
 
-    def weights_for(self, ahead: int) -> SyncedWeights:
+    def weights_for(self, ahead: int) -> SharedWeights:
         """The weights for the training step that lies `ahead` steps after the next one."""
         behind_newest = self.config.rollout.max_weight_age - ahead
         return self._history[max(0, len(self._history) - 1 - behind_newest)]
@@ -255,7 +255,7 @@ class RolloutWorker:
         probe: the trainer's part of the check whether a sync took effect, for vllm-omni.
     """
 
-    def __init__(self, config: Config, probe: ShippedProbe | None) -> None:
+    def __init__(self, config: Config, probe: ActorProbe | None) -> None:
         import ray
 
         on_gpu = not resolve_engine(config.rollout.name).own_processes and ray.get_gpu_ids()

@@ -24,7 +24,7 @@ from flowcorr.config.schema import Config, ModelConfig, SamplingConfig
 from flowcorr.errors import BackendError
 from flowcorr.models import load_family
 from flowcorr.rollout.vllm_omni.engine import VllmOmniEngine
-from flowcorr.rollout.vllm_omni.probe import ComputedProbe
+from flowcorr.rollout.vllm_omni.probe import actor_probe
 from tests.prompts import prompts_of
 
 STEPS = 49  # of 2048 latents each, before and after it, with their means: 3 x 49 x 2048 floats
@@ -62,7 +62,7 @@ def main() -> None:
     engine = VllmOmniEngine(
         family,
         config,
-        actor_probe=ComputedProbe(family, config, actor.weights.snapshot().tensors),
+        actor_probe=actor_probe(family, config, actor.weights.snapshot().tensors),
         merge=actor.weights.merged,
     )
     stop = threading.Event()

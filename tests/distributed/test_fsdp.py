@@ -11,7 +11,7 @@ from flowcorr.config.schema import LoraConfig
 from flowcorr.correction import OFF
 from flowcorr.models import load_family
 from flowcorr.models.base import repeated_blocks
-from flowcorr.rollout.vllm_omni.probe import ComputedProbe
+from flowcorr.rollout.vllm_omni.probe import actor_probe
 from flowcorr.workers.rollout import shipped_velocity
 from tests.conftest import small_config, start_run
 
@@ -134,7 +134,7 @@ def modules(family):
 def probed():
     """The velocity that goes to Ray workers with the weights, as this rank has it."""
     run = start_run(small_config(actor={"fsdp": True}))
-    probe = ComputedProbe(run.family, run.config, run.actor.weights.snapshot().tensors)
+    probe = actor_probe(run.family, run.config, run.actor.weights.snapshot().tensors)
     return probe.start, shipped_velocity(probe, run.actor.weights.for_engine(), run.config)
 
 

@@ -206,7 +206,7 @@ def computing(transformer: Any, layers: Layers) -> Iterator[None]:
 
 def recompute_log_probs(actor: DiffusionActor, rollout: Rollout) -> None:
     """Recompute the old log-probs, as decoupled mode does."""
-    actor.scorer.log_probs(rollout, with_means=needs_old_means(actor.config))
+    actor.log_probs(rollout, with_means=needs_old_means(actor.config))
 
 
 def actor_batch(config: Config, architecture: Architecture, family: ModelFamily, samples: int) -> ActorBatch:

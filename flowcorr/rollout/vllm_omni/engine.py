@@ -6,7 +6,6 @@ import contextlib
 import logging
 import shutil
 import tempfile
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -21,7 +20,7 @@ from flowcorr.devices import empty_cache
 from flowcorr.errors import BackendError
 from flowcorr.models import DTYPES, ModelFamily, SamplingPlan, resolve_path
 from flowcorr.records import Rollout, Window
-from flowcorr.rollout.base import AS_SENT, Merge, OnImages, Weights, ignore_images
+from flowcorr.rollout.base import AS_SENT, Merge, OnImages, SyncedWeights, Weights, ignore_images
 from flowcorr.rollout.emulate import round_weight
 from flowcorr.rollout.vllm_omni import adapter, environment, probe
 from flowcorr.rollout.vllm_omni.client import OmniClient
@@ -31,7 +30,7 @@ from flowcorr.rollout.vllm_omni.request import CONDITIONING, LATENTS, TIMESTEP, 
 logger = logging.getLogger(__name__)
 
 
-class VllmOmniEngine:
+class VllmOmniEngine(SyncedWeights):
     """Samples in vllm-omni's own processes, one request for each image.
 
     Only the transformer and the decoder are the engine's. Conditioning, sigmas, noise, windows and the sampling
@@ -62,6 +61,7 @@ class VllmOmniEngine:
         actor_probe: probe.ActorProbe,
         merge: Merge,
     ) -> None:
+        super().__init__(config.rollout.staleness)
         self.family = family
         self.config = config
         self._dtype = DTYPES[config.rollout.dtype]
@@ -69,8 +69,6 @@ class VllmOmniEngine:
         options, self.weight_sync = engine_options(config, family)
         self.sleeps = bool(options.get("enable_sleep_mode"))
         self._merge = merge
-        self._history: deque[Weights] = deque(maxlen=config.rollout.staleness + 1)
-        self._loaded: Weights | None = None
         self._adapter_id = 0
         self._sent: dict[str, int] = {}
         self._own_digest: int | None = None
@@ -98,39 +96,19 @@ class VllmOmniEngine:
             raise
 
     @property
-    def version(self) -> int:
-        """Optimizer updates behind the weights that sample."""
-        return self._loaded.version if self._loaded is not None else 0
-
-    @property
     def _device(self) -> torch.device:
         """The device on which the actor trains."""
         return next(self.family.transformer.parameters()).device
 
-    @property
-    def history(self) -> list[Weights]:
-        """The weights kept for `rollout.staleness`, oldest first."""
-        return list(self._history)
-
     # Weights ---------------------------------------------------------------------------------------------
 
-    def sync(self, weights: Weights) -> None:
-        """See `RolloutEngine.sync`.
+    def _load(self, weights: Weights) -> None:
+        """Load weights, and check that they arrived.
 
         Raises:
             BackendError: the engine refused the weights or holds others; or no digest tells which it holds, and its
                 velocity did not change as the actor's did.
         """
-        self._history.append(weights)
-        if self._history[0] is not self._loaded:
-            self._load(self._history[0])
-
-    def restore(self, history: Sequence[Weights]) -> None:
-        """Restore the `history` of an interrupted run and load its oldest weights."""
-        self._history = deque(history, maxlen=self.config.rollout.staleness + 1)
-        self._load(self._history[0])
-
-    def _load(self, weights: Weights) -> None:
         with self._awake():
             if self.weight_sync == "merged":
                 is_proven = self._load_transformer(weights.tensors)

@@ -6,9 +6,9 @@ neither a text encoder nor the actor's transformer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,25 +84,6 @@ def probe_point(
     )
 
 
-@torch.no_grad()
-def actor_velocity(family: ModelFamily, tensors: Mapping[str, Tensor], point: ProbePoint) -> Tensor:
-    """The actor's velocity with `tensors` in place of the transformer's current ones."""
-    transformer = family.transformer
-    device = next(transformer.parameters()).device
-
-    def with_tensors(*args: Any, **kwargs: Any) -> Any:
-        return torch.func.functional_call(transformer, dict(tensors), args, kwargs)
-
-    velocity = family.velocity(
-        with_tensors,
-        point.latents.to(device)[None],
-        torch.tensor([point.timestep], device=device),
-        {name: row.to(device)[None] for name, row in point.conditioning.items()},
-        point.guidance,
-    )
-    return velocity[0].float().cpu()
-
-
 def untrained(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`tensors` with every LoRA B at zero: the weights with which the engine starts."""
     return {
@@ -110,31 +91,42 @@ def untrained(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-class ActorProbe(Protocol):
-    """Gives the actor's velocities."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ActorProbe:
+    """The actor's side of the check.
 
-    @property
-    def point(self) -> ProbePoint:
-        """The input at which both velocities are computed."""
+    Attributes:
+        point: the input at which both velocities are computed.
+        start: the actor's velocity `[*L]` under the weights with which the engine starts.
+        rounding: how far rounding takes the actor's velocity, as a share of it.
+        largest_gap: the largest relative difference of both velocities that their precision explains.
+        velocity: returns the actor's velocity `[*L]` under some weights.
+    """
 
-    @property
-    def start(self) -> Tensor:
-        """The actor's velocity `[*L]` under the weights with which the engine starts."""
+    point: ProbePoint
+    start: Tensor
+    rounding: float
+    largest_gap: float
+    velocity: Callable[[Weights], Tensor]
 
-    @property
-    def rounding(self) -> float:
-        """How far rounding takes the actor's velocity, as a share of it."""
-
-    @property
-    def largest_gap(self) -> float:
-        """The largest relative difference of both velocities that their precision explains."""
-
-    def velocity(self, weights: Weights) -> Tensor:
-        """The actor's velocity `[*L]` under `weights`."""
+    def shipped(self) -> ActorProbe:
+        """The probe for engines in other processes, which get each velocity with the weights."""
+        return replace(self, velocity=sent_velocity)
 
 
-class ComputedProbe:
-    """An `ActorProbe` that runs the actor's transformer.
+def sent_velocity(weights: Weights) -> Tensor:
+    """The actor's velocity `[*L]` that was sent with `weights`."""
+    assert weights.probe_velocity is not None, "`RayRollout` adds the actor's velocity to all weights"
+    return weights.probe_velocity
+
+
+def actor_probe(
+    family: ModelFamily,
+    config: Config,
+    tensors: Mapping[str, Tensor],
+    references: tuple[Reference, ...] = (),
+) -> ActorProbe:
+    """The probe that runs the actor's transformer.
 
     Args:
         family: the actor's pipeline, with its text encoders still in place.
@@ -145,61 +137,45 @@ class ComputedProbe:
     Raises:
         ConfigError: a family of the user's own reads what an engine does not have.
     """
-
-    def __init__(
-        self,
-        family: ModelFamily,
-        config: Config,
-        tensors: Mapping[str, Tensor],
-        references: tuple[Reference, ...] = (),
-    ) -> None:
-        dtype = DTYPES[config.rollout.dtype]
-        plan = SamplingPlan.of(family, config.sampling)
-        guidance = family.guidance_in_dtype(plan.guidance, dtype)
-        self._family = family
-        self.point = probe_point(
-            family, guidance, family.in_dtype(plan.schedule, dtype), plan.latent_shape, references
-        )
-        if ":" in family.place():  # flowcorr's families are tested for it
-            device, point = next(family.transformer.parameters()).device, self.point
-            check_in_engine(
-                family,
-                point.latents.to(device)[None],
-                torch.tensor([point.timestep], device=device),
-                {name: row.to(device)[None] for name, row in point.conditioning.items()},
-                guidance,
-            )
-        self.start = actor_velocity(family, untrained(tensors), self.point)
-        # The last bit of all latents: what else changes is as small, so that nearly all of it is another rounding.
-        next_to_it = self.point.latents * (1 + torch.finfo(family.dtype).eps)
-        other = actor_velocity(family, untrained(tensors), replace(self.point, latents=next_to_it))
-        self.rounding = Velocities(engine=other, actor=self.start).gap()
-        self.largest_gap = usual_gap(config, family.amplification(plan.guidance))
-
-    def velocity(self, weights: Weights) -> Tensor:
-        """See `ActorProbe`."""
-        return actor_velocity(self._family, weights.tensors, self.point)
-
-    def shipped(self) -> ShippedProbe:
-        """The probe for engines in other processes; they get each velocity with the weights."""
-        return ShippedProbe(
-            point=self.point, start=self.start, rounding=self.rounding, largest_gap=self.largest_gap
-        )
+    dtype = DTYPES[config.rollout.dtype]
+    plan = SamplingPlan.of(family, config.sampling)
+    guidance = family.guidance_in_dtype(plan.guidance, dtype)
+    schedule = family.in_dtype(plan.schedule, dtype)
+    point = probe_point(family, guidance, schedule, plan.latent_shape, references)
+    if ":" in family.place():  # flowcorr's families are tested for it
+        check_in_engine(family, *_inputs(family, point))
+    start = actor_velocity(family, untrained(tensors), point)
+    # The last bit of all latents: what else changes is as small, so that nearly all of it is another rounding.
+    next_to_it = replace(point, latents=point.latents * (1 + torch.finfo(family.dtype).eps))
+    other = actor_velocity(family, untrained(tensors), next_to_it)
+    return ActorProbe(
+        point=point,
+        start=start,
+        rounding=Velocities(engine=other, actor=start).gap(),
+        largest_gap=usual_gap(config, family.amplification(plan.guidance)),
+        velocity=lambda weights: actor_velocity(family, weights.tensors, point),
+    )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ShippedProbe:
-    """An `ActorProbe` that takes the actor's velocity from the weights that are sent."""
+@torch.no_grad()
+def actor_velocity(family: ModelFamily, tensors: Mapping[str, Tensor], point: ProbePoint) -> Tensor:
+    """The actor's velocity with `tensors` in place of the transformer's current ones."""
 
-    point: ProbePoint
-    start: Tensor
-    rounding: float
-    largest_gap: float
+    def with_tensors(*args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(family.transformer, dict(tensors), args, kwargs)
 
-    def velocity(self, weights: Weights) -> Tensor:
-        """See `ActorProbe`."""
-        assert weights.probe_velocity is not None, "`RayRollout` adds the actor's velocity to all weights"
-        return weights.probe_velocity
+    return family.velocity(with_tensors, *_inputs(family, point))[0].float().cpu()
+
+
+def _inputs(family: ModelFamily, point: ProbePoint) -> tuple[Tensor, Tensor, Conditioning, Guidance]:
+    """The point as a batch of one on the actor's device: latents, timesteps, conditioning and guidance."""
+    device = next(family.transformer.parameters()).device
+    return (
+        point.latents.to(device)[None],
+        torch.tensor([point.timestep], device=device),
+        {name: row.to(device)[None] for name, row in point.conditioning.items()},
+        point.guidance,
+    )
 
 
 class MoveCheck:

@@ -18,7 +18,7 @@ from flowcorr.actor import DiffusionActor
 from flowcorr.models import Conditioning, load_family
 from flowcorr.records import Rollout
 from flowcorr.rollout.vllm_omni.engine import VllmOmniEngine
-from flowcorr.rollout.vllm_omni.probe import ComputedProbe
+from flowcorr.rollout.vllm_omni.probe import actor_probe
 from tests import tiny_pipelines
 from tests.gpu.hour import meter
 from tests.gpu.hour.parts import Hour, SkippedError
@@ -111,7 +111,7 @@ def _running(overrides: Sequence[str]) -> Iterator[_Stack]:
     engine = VllmOmniEngine(
         family,
         config,
-        actor_probe=ComputedProbe(family, config, actor.weights.snapshot().tensors),
+        actor_probe=actor_probe(family, config, actor.weights.snapshot().tensors),
         merge=actor.weights.merged,
     )
     try:

@@ -105,7 +105,7 @@ def running(config: Config, images: int | None = None, words: Sequence[str] = PR
     """The engine that `config` asks for, synchronised with a new actor; `images` are those of a prompt."""
     from flowcorr.actor import DiffusionActor
     from flowcorr.rollout.vllm_omni.engine import VllmOmniEngine
-    from flowcorr.rollout.vllm_omni.probe import ComputedProbe
+    from flowcorr.rollout.vllm_omni.probe import actor_probe
     from flowcorr.trainer.setup import load_model
 
     family = load_model(config)
@@ -116,7 +116,7 @@ def running(config: Config, images: int | None = None, words: Sequence[str] = PR
     engine = VllmOmniEngine(
         family,
         config,
-        actor_probe=ComputedProbe(family, config, actor.weights.snapshot().tensors, prompts[0].images),
+        actor_probe=actor_probe(family, config, actor.weights.snapshot().tensors, prompts[0].images),
         merge=actor.weights.merged,
     )
     try:

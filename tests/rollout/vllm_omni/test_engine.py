@@ -2,13 +2,13 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from flowcorr.errors import BackendError
 from flowcorr.models import SamplingPlan
-from flowcorr.rollout.vllm_omni.probe import ComputedProbe
 from tests.prompts import prompts_of
 from tests.rollouts import columns
 
@@ -151,7 +151,9 @@ def test_an_engine_in_sleep_mode_is_awake_only_while_it_loads_weights_or_samples
         monkeypatch.setattr(client_class, name, noted(name, getattr(client_class, name)))
     monkeypatch.setattr(client_class, "sleep", noted("sleep", lambda self: None))
     monkeypatch.setattr(stack.engine, "sleeps", True)
-    monkeypatch.setattr(ComputedProbe, "velocity", noted("actor's velocity", ComputedProbe.velocity))
+    probe = stack.engine._probe
+    velocity = noted("actor's velocity", lambda self, weights: self.velocity(weights))
+    monkeypatch.setattr(stack.engine, "_probe", replace(probe, velocity=partial(velocity, probe)))
     for step in range(2):
         stack.stir(seed=step)
         stack.sync()

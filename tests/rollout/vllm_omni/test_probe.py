@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flowcorr.errors import BackendError
-from flowcorr.rollout.vllm_omni.probe import ComputedProbe, MoveCheck, Velocities, actor_velocity, untrained
+from flowcorr.rollout.vllm_omni.probe import MoveCheck, Velocities, actor_probe, actor_velocity, untrained
 
 FLOAT32 = {"rounding": 2e-6, "largest_gap": 5e-4}
 BFLOAT16 = {"rounding": 0.01, "largest_gap": 0.034}
@@ -79,7 +79,7 @@ def test_moves_of_the_size_of_rounding_are_no_lost_syncs(guidance, dtype, make_r
         sampling={"guidance_scale": guidance},
     )
     tensors = run.actor.weights.snapshot().tensors
-    probe = ComputedProbe(run.family, run.config, tensors)
+    probe = actor_probe(run.family, run.config, tensors)
     numbers = {"rounding": probe.rounding, "largest_gap": probe.largest_gap}
     start = Velocities(engine=probe.start, actor=probe.start)
     checked, lost, seen = MoveCheck(start, **numbers), MoveCheck(start, **numbers), []

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flowcorr.models import EMBEDDED
-from flowcorr.rollout.vllm_omni.probe import ComputedProbe
+from flowcorr.rollout.vllm_omni.probe import actor_probe
 from flowcorr.workers.rollout import RayRollout, RolloutWorker, Shard
 from tests.descendants import descendants, running
 
@@ -24,7 +24,7 @@ def remote(shared, ray_cluster):
     rollout = replace(stack.config.rollout, placement="ray", batch_size=8, timeout=300.0)
     pool = RayRollout(
         replace(stack.config, rollout=rollout),
-        probe=ComputedProbe(stack.family, stack.config, initial),
+        probe=actor_probe(stack.family, stack.config, initial),
         on_event=lambda kind, **fields: events.append((kind, fields)),
     )
     yield pool, events
@@ -64,7 +64,7 @@ def test_a_worker_needs_no_text_encoder_and_runs_no_transformer_of_its_own(
         shutil.rmtree(encoder)
     rollout = replace(stack.config.rollout, placement="ray", engine={"distributed_executor_backend": "uni"})
     config = replace(stack.config, rollout=rollout, model=replace(stack.config.model, path=str(folder)))
-    probe = ComputedProbe(stack.family, config, stack.actor.weights.snapshot().tensors)
+    probe = actor_probe(stack.family, config, stack.actor.weights.snapshot().tensors)
     stack.stir()
     stack.sync()
     weights = stack.actor.weights.snapshot()

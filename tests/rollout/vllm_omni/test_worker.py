@@ -1,11 +1,12 @@
 """New weights reach the real engine, in every way, and a sync that fails is an error."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from flowcorr.errors import BackendError
 from flowcorr.rollout.vllm_omni import adapter
-from flowcorr.rollout.vllm_omni.probe import ComputedProbe
 
 pytestmark = [pytest.mark.vllm_omni, pytest.mark.filterwarnings("ignore")]
 
@@ -64,8 +65,9 @@ def test_weights_whose_digests_agree_are_not_accused(weight_sync, start, monkeyp
     stack = start("sd3", rollout={"engine": {"weight_sync": weight_sync}})
     stack.stir()
     stack.sync()
-    velocity = ComputedProbe.velocity
-    monkeypatch.setattr(ComputedProbe, "velocity", lambda probe, weights: -velocity(probe, weights))
+    probe = stack.engine._probe
+    opposite = replace(probe, velocity=lambda weights: -probe.velocity(weights))
+    monkeypatch.setattr(stack.engine, "_probe", opposite)
     with caplog.at_level("WARNING", logger="flowcorr"):
         for seed in (1, 2):
             stack.stir(seed=seed)
