@@ -171,10 +171,10 @@ def audit(arguments: argparse.Namespace) -> int:
         check_recipe(arguments.recipe, or_folder=True)
         default = Path("runs") / f"{default.stem}_audit"
     out_dir = writable_folder(arguments.out, default)
-    if arguments.savings:
-        report = _audit_of_savings(arguments, of_folder)
+    if of_folder and not arguments.savings:
+        report = _audit_of_folder(arguments)
     else:
-        report = _audit_of_folder(arguments) if of_folder else _audit_of_recipe(arguments)
+        report = _audit_of_recipe(arguments, of_run=of_folder)
 
     from flowcorr.instruments import page
 
@@ -210,53 +210,40 @@ def _at_least(option: str, value: int | None, least: int) -> None:
         raise ConfigError(f"{option} {value} is too few; use {least} or more")
 
 
-def _audit_of_recipe(arguments: argparse.Namespace) -> Report:
+def _audit_of_recipe(arguments: argparse.Namespace, *, of_run: bool) -> Report:
+    """Audit a recipe, or with --savings the cheaper ways to sample by it; `of_run`, it is that of a run's folder."""
     _at_least("--batches", arguments.batches, 1)
     if arguments.allow_import:
-        raise ConfigError(
-            f"--allow-import {arguments.allow_import[0]} has no effect on a recipe, whose own code is imported anyway; "
-            "leave it out"
+        without = (
+            "with --savings, which imports the recipe's own code anyway"
+            if arguments.savings
+            else "on a recipe, whose own code is imported anyway"
         )
-    config = checked(arguments)
-
-    from flowcorr.config import redact_override
-    from flowcorr.instruments.audit import audit as measure
-    from flowcorr.instruments.audit.measure import NUM_BATCHES
-    from flowcorr.instruments.plan.check import check_this_gpu
-
-    check_this_gpu(arguments.recipe, arguments.overrides, config)
-    batches = NUM_BATCHES if arguments.batches is None else arguments.batches
-    title = " ".join((arguments.recipe, *map(redact_override, arguments.overrides)))
-    return measure(config, num_batches=batches, title=title)
-
-
-def _audit_of_savings(arguments: argparse.Namespace, of_run: bool) -> Report:
-    _at_least("--batches", arguments.batches, 1)
-    if arguments.allow_import:
-        raise ConfigError(
-            f"--allow-import {arguments.allow_import[0]} has no effect with --savings, which imports the "
-            "recipe's own code anyway; leave it out"
-        )
-
-    from flowcorr.config import redact_override
-
-    if of_run:
+        raise ConfigError(f"--allow-import {arguments.allow_import[0]} has no effect {without}; leave it out")
+    run = Path(arguments.recipe) if of_run else None
+    if run is not None:
         from flowcorr.trainer.run_config import CONFIG_FILE
 
-        arguments.recipe = str(Path(arguments.recipe) / CONFIG_FILE)
+        arguments.recipe = str(run / CONFIG_FILE)
     config = checked(arguments)
 
+    from flowcorr.instruments.audit import audit as measure
     from flowcorr.instruments.audit import audit_savings
     from flowcorr.instruments.audit.measure import NUM_BATCHES
     from flowcorr.instruments.plan.check import check_this_gpu
 
     check_this_gpu(arguments.recipe, arguments.overrides, config)
-    return audit_savings(
-        config,
-        num_batches=NUM_BATCHES if arguments.batches is None else arguments.batches,
-        title=" ".join((arguments.recipe, *map(redact_override, arguments.overrides))),
-        run=Path(arguments.recipe).parent if of_run else None,
-    )
+    batches, title = NUM_BATCHES if arguments.batches is None else arguments.batches, _title(arguments)
+    if arguments.savings:
+        return audit_savings(config, num_batches=batches, title=title, run=run)
+    return measure(config, num_batches=batches, title=title)
+
+
+def _title(arguments: argparse.Namespace) -> str:
+    """The recipe and its overrides, without secrets."""
+    from flowcorr.config import redact_override
+
+    return " ".join((arguments.recipe, *map(redact_override, arguments.overrides)))
 
 
 @contextlib.contextmanager
@@ -299,7 +286,7 @@ def plan(arguments: argparse.Namespace) -> int:
     """
     # Before numpy and torch start threads, which a plan has no use for: it computes no values.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from flowcorr.config import load, redact_override
+    from flowcorr.config import load
     from flowcorr.config.rules import check_ranks
     from flowcorr.instruments.plan.preflight import check_settings
 
@@ -313,7 +300,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from flowcorr.instruments.plan.report import exit_code  # imports torch: after the checks
     from flowcorr.instruments.plan.report import plan as predict
 
-    title = " ".join((arguments.recipe, *map(redact_override, arguments.overrides)))
+    title = _title(arguments)
     with _at_work(f"planning {title}: tracing each phase without weights"):
         made = predict(config, gpu=gpu, ranks=arguments.ranks, title=title)
     show_report(made, as_json=arguments.json)

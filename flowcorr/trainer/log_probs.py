@@ -19,52 +19,6 @@ from flowcorr.dumps import DumpedTerms
 from flowcorr.records import ActorBatch
 
 
-def logged_terms(
-    batch: ActorBatch, update: Update, *, advantages: Tensor, rewards: np.ndarray, bypass: bool
-) -> DumpedTerms | None:
-    """All terms of a batch, on the CPU, each with its last score in the update; None of a rank without samples.
-
-    Args:
-        batch: the batch of the update.
-        update: the update, of a run with `trainer.dump_log_probs`.
-        advantages: `[B]`, before rejection.
-        rewards: `[B]`.
-        bypass: whether the training step is in bypass mode.
-    """
-    dumped = sampled_terms(batch, advantages=advantages, rewards=rewards, bypass=bypass)
-    return None if dumped is None else replace(dumped, **_of_update(batch, update, bypass))
-
-
-def _of_update(batch: ActorBatch, update: Update, bypass: bool) -> dict[str, Any]:
-    """The columns that an update adds, on the CPU."""
-    rollout, shape = batch.rollout, batch.rollout.log_probs.shape
-    columns: dict[str, Tensor] = {}
-    before_update = torch.zeros_like(rollout.log_probs, dtype=torch.int64)
-    for part in update.parts:
-        assert part.terms is not None, "a run that dumps its terms scores all samples"
-        assert part.places is not None
-        terms, places = part.terms, part.places.flatten()
-        before_update.view(-1)[places] = int(part.before)
-        scored = {
-            "current_log_probs": terms.log_prob,
-            "stds": terms.std,
-            "current_old_kl": terms.old_kl,
-            "current_rollout_kl": terms.rollout_kl,
-            "drift_squares": terms.drift_square,
-            "gradient_squares": terms.gradient_square,
-        }
-        for name, values in scored.items():
-            if values is not None:
-                column = columns.setdefault(name, values.new_full(shape, math.nan))
-                column.view(-1)[places] = values.flatten()
-    kl = exact_kl(batch.old_means, rollout.window.means, columns["stds"])
-    if kl is not None:
-        columns["old_rollout_kl"] = kl
-    if bypass:  # else the gap is that of the old policy, which learned nothing from the batch
-        columns["before_update"] = before_update
-    return {name: column.cpu() for name, column in columns.items()}
-
-
 def sampled_terms(
     batch: ActorBatch, *, advantages: Tensor, rewards: np.ndarray, bypass: bool
 ) -> DumpedTerms | None:
@@ -97,6 +51,42 @@ def sampled_terms(
     )
     on_cpu: dict[str, Any] = {name: value.cpu() for name, value in dumped.tensors().items()}
     return replace(dumped, **on_cpu)
+
+
+def logged_terms(sampled: DumpedTerms, batch: ActorBatch, update: Update) -> DumpedTerms:
+    """Add each term's last score in an update to the terms of its batch, on the CPU.
+
+    Args:
+        sampled: the terms as they were before the update.
+        batch: the batch of the update.
+        update: the update, of a run with `trainer.dump_log_probs`.
+    """
+    rollout, shape = batch.rollout, batch.rollout.log_probs.shape
+    columns: dict[str, Any] = {}
+    before_update = torch.zeros_like(rollout.log_probs, dtype=torch.int64)
+    for part in update.parts:
+        assert part.terms is not None, "a run that dumps its terms scores all samples"
+        assert part.places is not None
+        terms, places = part.terms, part.places.flatten()
+        before_update.view(-1)[places] = int(part.before)
+        scored = {
+            "current_log_probs": terms.log_prob,
+            "stds": terms.std,
+            "current_old_kl": terms.old_kl,
+            "current_rollout_kl": terms.rollout_kl,
+            "drift_squares": terms.drift_square,
+            "gradient_squares": terms.gradient_square,
+        }
+        for name, values in scored.items():
+            if values is not None:
+                column = columns.setdefault(name, values.new_full(shape, math.nan))
+                column.view(-1)[places] = values.flatten()
+    kl = exact_kl(batch.old_means, rollout.window.means, columns["stds"])
+    if kl is not None:
+        columns["old_rollout_kl"] = kl
+    if sampled.bypass:  # else the gap is that of the old policy, which learned nothing from the batch
+        columns["before_update"] = before_update
+    return replace(sampled, **{name: column.cpu() for name, column in columns.items()})
 
 
 def save_terms(folder: Path, step: int, terms: DumpedTerms | None, actor: ActorConfig) -> None:

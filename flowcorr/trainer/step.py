@@ -129,9 +129,9 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
     merged = Metrics(measured, Metrics(*metrics).across_ranks())
     merged = Metrics(merged, run.mode.observe(merged), run.residuals.observe(merged))
     run.gate.check(step, merged, evidence)
-    terms = None
-    if config.trainer.dump_log_probs and rollout.num_samples:
-        terms = logged_terms(batch, update, advantages=advantages, rewards=succeeded.scores, bypass=bypass)
+    terms = evidence() if config.trainer.dump_log_probs else None
+    if terms is not None:
+        terms = logged_terms(terms, batch, update)
     return StepResult(
         metrics=merged,
         images=samples.images,

@@ -15,7 +15,7 @@ from flowcorr.instruments.steps import read_dumped
 from flowcorr.instruments.steps import records as dumped_records
 from flowcorr.trackers import read_metrics
 from flowcorr.trainer import checkpoint
-from flowcorr.trainer.log_probs import logged_terms
+from flowcorr.trainer.log_probs import logged_terms, sampled_terms
 from tests.tolerances import LOG_PROBS
 from tests.trainer import runs
 
@@ -37,7 +37,8 @@ def small_config(*overrides):
 
 def logged(batch, update, *, bypass=False):
     rewards = batch.advantages.numpy()
-    return logged_terms(batch, update, advantages=batch.advantages, rewards=rewards, bypass=bypass)
+    sampled = sampled_terms(batch, advantages=batch.advantages, rewards=rewards, bypass=bypass)
+    return logged_terms(sampled, batch, update)
 
 
 @pytest.fixture(scope="module")
