@@ -44,15 +44,12 @@ class Part:
         terms: the terms of the loss, as they were before a correction inside it; None if the part was not scored.
         places: index of each term in the flattened `[B, T]` of the batch.
         before: whether it was scored before the first optimizer step.
-        first: whether it was scored so for the first time. If all updates of an epoch are skipped, the next epoch
-            scores the same terms before the first step again.
     """
 
     loss: LossOutput
     terms: Terms | None = None
     places: Tensor | None = None
     before: bool = False
-    first: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,15 +60,12 @@ class Update:
         metrics: `actor/*` over the whole update. In bypass mode also `actor/rollout_corr/*` over the whole update, and
             `rollout_corr/*` over `first_terms`.
         parts: in the order in which they were scored.
+        first_terms: the terms that were scored before the first optimizer step, each once.
     """
 
     metrics: Metrics
     parts: Sequence[Part]
-
-    @property
-    def first_terms(self) -> list[Terms]:
-        """The terms that were scored before the first optimizer step, each once."""
-        return [part.terms for part in self.parts if part.first and part.terms is not None]
+    first_terms: Sequence[Terms]
 
 
 class PolicyOptimizer:
@@ -116,19 +110,23 @@ class PolicyOptimizer:
         first_version = self.weights.version
         metrics: list[Metrics] = []
         scored: list[Part] = []
+        first_parts: list[Part] = []
         for epoch in range(self.config.actor.epochs):
             for mini_batch in self.mini_batches(batch, training_step, epoch):
                 before = self.weights.version == first_version
-                first = before and epoch == 0
+                first = (
+                    before and epoch == 0
+                )  # if all its updates are skipped, the next epoch scores the same terms
                 parts = self._backward(mini_batch, correction, filler_sample, observe, first)
-                scored += [replace(part, before=before, first=first) for part in parts]
+                scored += [replace(part, before=before) for part in parts]
+                first_parts += parts if first else []
                 gradient = self._clipped_gradient(parts)
                 metrics += [_loss_metrics(mini_batch, parts), self._step(gradient, correction)]
-        first_parts = [part for part in scored if part.first]
+        first_terms = [part.terms for part in first_parts if part.terms is not None]
         gap = self._gap_metrics(first_parts, correction, batch.rollout.num_elements)
         steps = self.config.sampling.num_inference_steps
-        drifts = [score_drift(part.terms, steps) for part in first_parts if part.terms is not None]
-        return Update(metrics=Metrics(*metrics, gap, *drifts), parts=scored)
+        drifts = [score_drift(terms, steps) for terms in first_terms]
+        return Update(metrics=Metrics(*metrics, gap, *drifts), parts=scored, first_terms=first_terms)
 
     def mini_batches(self, batch: ActorBatch, training_step: int, epoch: int) -> Iterator[ActorBatch]:
         """The batch in `mini_batches` parts of whole groups, which do not depend on the number of ranks."""

@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,13 @@ class TrainingState:
         step: training steps done.
         tensors: named tensors, such as `weights/...` and `optimizer/...`.
         facts: JSON values, such as the data position.
+        exported: the weights of a pipeline in host memory, for the adapter's files; none where it was loaded.
     """
 
     step: int
     tensors: Mapping[str, Tensor]
     facts: Mapping[str, Any]
+    exported: Mapping[str, Tensor] = field(default_factory=dict)
 
     def group(self, name: str) -> dict[str, Tensor]:
         """The tensors with names that start with `name/`, by the rest of their names."""

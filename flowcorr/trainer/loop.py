@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from flowcorr import config as configs
 from flowcorr import devices, distributed, dumps
 from flowcorr.config import rules
@@ -115,7 +113,7 @@ class _Loop:
         self.evaluated: Mapping[str, float] = {}  # metrics of the last evaluation
         self.ending: Ending = "failed"  # until it ends otherwise
         self.saved_step: int | None = None
-        self._before: _Captured | None = None  # the state before the step in flight, see `_held`
+        self._before: TrainingState | None = None  # the state before the step in flight, see `_held`
         self._writing = threading.RLock()  # a signal's thread saves, too
         self.unlogged: Mapping[str, float] | None = None  # metrics of a step whose record is not complete
         self._last_logged = -1  # the last step of which the trackers were given a record, complete or not
@@ -271,13 +269,13 @@ class _Loop:
             # Report the failure that led here instead.
             logger.warning("the metrics of step %d could not be logged: %s", self.step, error)
 
-    def _rescue(self, captured: _Captured | None = None) -> None:
+    def _rescue(self, captured: TrainingState | None = None) -> None:
         """Save the present state, or one that was captured before unless a newer one is saved already."""
         try:
             with self._writing:
                 captured = captured or self._captured()
-                if self.saved_step is None or self.saved_step < captured[0].step:
-                    self._write(*captured)
+                if self.saved_step is None or self.saved_step < captured.step:
+                    self._write(captured)
         except Exception as error:  # the failure that led here is to be reported
             logger.warning("no checkpoint could be saved: %s", error)
 
@@ -333,10 +331,10 @@ class _Loop:
     def _save(self) -> None:
         captured = self._captured()
         with distributed.fail_together("writing a checkpoint"):
-            self._write(*captured)
+            self._write(captured)
         self.saved_step = self.step
 
-    def _held(self) -> _Captured | None:
+    def _held(self) -> TrainingState | None:
         """Copy the state before a step to host memory, so that it can be saved after the step has changed everything.
 
         None if it is saved already, or is large: without an adapter it is the whole transformer. With one, the copy
@@ -344,21 +342,19 @@ class _Loop:
         """
         if self.saved_step == self.step or self.config.model.lora.rank == 0 or not distributed.is_main():
             return None
-        captured, weights = self._captured()
-        return captured.on_host(), weights
+        return self._captured().on_host()
 
-    def _captured(self) -> _Captured:
-        """The contents of a checkpoint: state, and weights for a pipeline. Trained shards need a call on all ranks."""
-        weights = self.run.actor.weights
-        captured = state.capture(self.run, step=self.step, best=self.best, unlogged=self.unlogged)
-        return captured, weights.exported() if distributed.is_main() or weights.trains_shards else {}
+    def _captured(self) -> TrainingState:
+        """The present state; every rank has to call, as shards are gathered."""
+        return state.capture(self.run, step=self.step, best=self.best, unlogged=self.unlogged)
 
-    def _write(self, captured: TrainingState, weights: Mapping[str, Tensor]) -> None:
+    def _write(self, captured: TrainingState) -> None:
         if not distributed.is_main():
             return
         root = self.out_dir / run_folder.CHECKPOINTS
         with self._writing:
-            folder = checkpoint.save(root, captured, partial(self.run.actor.weights.save, tensors=weights))
+            files = partial(self.run.actor.weights.save, tensors=captured.exported)
+            folder = checkpoint.save(root, captured, files)
             self.saved_step = captured.step
             self.events("checkpoint", folder=folder.name)
             best = captured.facts["best"]
@@ -438,10 +434,6 @@ class _Loop:
         if distributed.is_main():
             self.events("end", status=result.status)
         return result
-
-
-_Captured = tuple[TrainingState, Mapping[str, Tensor]]
-"""The contents of a checkpoint: its state, and weights for a pipeline."""
 
 
 def _received(signals: StopSignals) -> int | None:

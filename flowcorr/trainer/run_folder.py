@@ -30,47 +30,24 @@ CHECKPOINTS, FAILURE_FILE = "checkpoints", "failure.txt"
 _FAILURES = "failure_rank{}.txt"
 _LOCK = ".lock"
 _LOGS = (".log", ".out", ".err")  # what a launcher may write there first
-_WORKERS = frozenset(
+_MAY_CHANGE = frozenset(  # errors advise some of them
     f"{section}.{key}"
-    for section in ("rollout", "reward")
-    for key in ("num_workers", "worker_resources", "timeout")
+    for section, keys in {
+        "actor": ("fsdp", "micro_batch_size", "fold_steps", "gradient_checkpointing", "compile"),
+        "model": ("offload_text_encoders",),
+        "reward": ("num_workers", "worker_resources", "timeout", "on_error"),
+        "rollout": (
+            *("num_workers", "worker_resources", "timeout", "ray_address", "scheduling"),
+            *("drift_every", "replay_every", "batch_size", "engine.weight_sync"),
+        ),
+        "trainer": (
+            *("total_steps", "eval_every", "eval_on", "save_every", "keep_checkpoints", "requeue"),
+            *("image_every", "trackers", "metrics", "checks", "on_fault", "best_metric", "num_threads"),
+            *("collective_timeout", "doctor", "dump_log_probs", "device"),
+        ),
+    }.items()
+    for key in keys
 )
-_MAY_CHANGE = (
-    _WORKERS
-    | {
-        "actor.fsdp",
-        "actor.micro_batch_size",
-        "actor.fold_steps",
-        "actor.gradient_checkpointing",
-        "actor.compile",
-    }
-    | {"model.offload_text_encoders", "reward.on_error"}  # errors advise them, as some of `rollout`
-    | {f"rollout.{key}" for key in ("ray_address", "scheduling", "drift_every", "replay_every", "batch_size")}
-    | {"rollout.engine.weight_sync"}
-    | frozenset(
-        f"trainer.{key}"
-        for key in (
-            "total_steps",
-            "eval_every",
-            "eval_on",
-            "save_every",
-            "keep_checkpoints",
-            "requeue",
-            "image_every",
-            "trackers",
-            "metrics",
-            "checks",
-            "on_fault",
-            "best_metric",
-            "num_threads",
-            "collective_timeout",
-            "doctor",
-            "dump_log_probs",
-            "device",
-        )
-    )
-)
-
 _REWARD_MAY_CHANGE = ("device", "batch_size")  # where a reward's model computes, and how much at once
 _SERVICES = ("http", "vlm_judge")
 _SERVICE_MAY_CHANGE = (  # where a service is, and how it is asked

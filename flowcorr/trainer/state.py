@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from flowcorr import config as configs
+from flowcorr import distributed
 from flowcorr.actor.update import scheduled_lr
 from flowcorr.actor.weights import TrainedWeights
 from flowcorr.config.schema import Config
@@ -51,9 +52,11 @@ def capture(
     }
     groups |= {f"history_{place}": weights.tensors for place, weights in enumerate(history[:-1])}
     tensors = {f"{group}/{name}": value for group, part in groups.items() for name, value in part.items()}
+    exports = distributed.is_main() or actor.weights.trains_shards  # which need a call on all ranks
     return TrainingState(
         step=step,
         tensors=fsdp.gathered(tensors),
+        exported=actor.weights.exported() if exports else {},
         facts={
             "version": actor.weights.version,
             "pass_rows": actor.scorer.rows,

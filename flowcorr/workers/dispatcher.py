@@ -24,12 +24,13 @@ CLOSE_TIMEOUT = 10.0  # seconds for workers to close before they are killed
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WorkerOptions:
-    """The options of the workers that the dispatcher needs.
+    """The options of a pool's workers.
 
     Attributes:
-        section: `rollout` or `reward`, for messages.
+        section: `rollout` or `reward`: the section of the configuration, for messages.
         num_workers: number of workers.
-        ray: the options of Ray's actors, such as the resources that they reserve.
+        resources: Ray resources reserved for each worker: `num_cpus`, `num_gpus`, `memory`, or custom ones.
+        scheduling: `default`, `spread`, or a node's id.
         timeout: seconds for a task.
         num_threads: CPU threads of torch in each worker; None keeps torch's default.
         own_errors: errors of the task rather than of the worker; the task is not retried, since it would fail again.
@@ -38,10 +39,11 @@ class WorkerOptions:
 
     section: str
     num_workers: int
-    ray: Mapping[str, Any]
+    resources: Mapping[str, float]
     timeout: float
-    num_threads: int | None
-    own_errors: tuple[type[Exception], ...]
+    num_threads: int | None = None
+    own_errors: tuple[type[Exception], ...] = ()
+    scheduling: str = "default"
     attempts: int = ATTEMPTS
 
 
@@ -85,11 +87,12 @@ class FlowcorrDispatcher:
 
     Args:
         options: of the workers.
+        actor_options: those of Ray's actors, such as the resources that they reserve.
         path: Python's module search path in each worker.
     """
 
-    def __init__(self, options: WorkerOptions, path: Sequence[str]) -> None:
-        self._options, self._path = options, path
+    def __init__(self, options: WorkerOptions, actor_options: Mapping[str, Any], path: Sequence[str]) -> None:
+        self._options, self._actor_options, self._path = options, actor_options, path
         sys.path += [folder for folder in path if folder not in sys.path]  # of the errors that tasks raise
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # here all errors are in references that nobody reads
         self._workers = [
@@ -309,7 +312,7 @@ class FlowcorrDispatcher:
         from ray.exceptions import RayError, RayTaskError
 
         worker.place = {}
-        worker.actor = ray.remote(FlowcorrWorker).options(**self._options.ray).remote(self._path)
+        worker.actor = ray.remote(FlowcorrWorker).options(**self._actor_options).remote(self._path)
         started = worker.actor.start.remote(self._build, self._options.num_threads)
         ready, begin = asyncio.wrap_future(started.future()), time.monotonic()
         while not (await asyncio.wait([ready], timeout=HEARTBEAT))[0]:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from flowcorr import distributed
 from flowcorr.errors import BackendError, ConfigError
 from flowcorr.workers.cluster import Cluster, one_line
-from flowcorr.workers.dispatcher import ATTEMPTS, CLOSE_TIMEOUT, FlowcorrDispatcher, WorkerOptions
+from flowcorr.workers.dispatcher import CLOSE_TIMEOUT, FlowcorrDispatcher, WorkerOptions
 
 logger = logging.getLogger(__name__)
 
@@ -56,25 +56,18 @@ class WorkerPool:
 
     Tasks start in the order of their submission, each in the first worker that is idle, so a slow worker gets fewer. A
     worker that dies, takes longer than `timeout`, or fails by an error that is not one of `own_errors`, is killed and
-    replaced. Its task runs again in the next idle worker, `ATTEMPTS` times in all. (Ray's `ActorPool` gives the next
+    replaced. Its task runs again in the next idle worker, `attempts` times in all. (Ray's `ActorPool` gives the next
     task to a worker that died, and waits for one that hangs.)
 
     The main rank joins or starts the cluster and starts the dispatcher on its own node; every other rank joins that
     cluster. If the dispatcher ends, as it does with its node, all tasks fail within about two seconds.
 
     Args:
-        section: `rollout` or `reward`: the section of the configuration, for messages.
         build: makes the object; it is pickled to each worker, together with Python's module search path.
-        num_workers: number of workers.
-        resources: Ray resources reserved for each worker: `num_cpus`, `num_gpus`, `memory`, or custom ones.
-        scheduling: `default`, `spread`, or a node's id.
-        timeout: seconds for a task.
+        options: of the workers.
         address: see `flowcorr.workers.cluster.Cluster`; the main rank alone reads it.
-        num_threads: CPU threads of torch in each worker; None keeps torch's default.
-        own_errors: errors of the task rather than of the worker; the task is not retried, since it would fail again.
         on_event: gets records of `worker_lost`, `worker_restarted`, `worker_faulty`, `shard_retried` and
             `workers_lost`, in a thread of the main rank.
-        attempts: for a task, and for replacing a lost worker.
 
     Raises:
         ConfigError: the workers cannot be built, or the cluster has no room for them.
@@ -83,21 +76,9 @@ class WorkerPool:
     """
 
     def __init__(
-        self,
-        section: str,
-        build: Callable[[], Any],
-        *,
-        num_workers: int,
-        resources: Mapping[str, float],
-        timeout: float,
-        address: str | None,
-        num_threads: int | None,
-        own_errors: tuple[type[Exception], ...],
-        on_event: OnEvent,
-        scheduling: str = "default",
-        attempts: int = ATTEMPTS,
+        self, build: Callable[[], Any], options: WorkerOptions, *, address: str | None, on_event: OnEvent
     ) -> None:
-        self._section = section
+        section = self._section = options.section
         self._on_event = on_event
         self._closed: BackendError | None = None  # the reason why the pool takes no more tasks
         self._cluster: Cluster | None = None
@@ -115,22 +96,14 @@ class WorkerPool:
                 self._in_thread(self._watch())
                 return
             self._cluster = Cluster(address, feature=feature)
-            options = WorkerOptions(
-                section=section,
-                num_workers=num_workers,
-                ray=_actor_options(section, num_workers, resources, scheduling),
-                timeout=timeout,
-                num_threads=num_threads,
-                own_errors=own_errors,
-                attempts=attempts,
-            )
+            actor_options = _actor_options(options)
             if self._cluster.local:
-                _check_resources(section, num_workers, resources)
-            self._dispatcher = _start_dispatcher(name, options)
+                _check_resources(options)
+            self._dispatcher = _start_dispatcher(name, options, actor_options)
             if distributed.world_size() > 1:
                 distributed.publish(name, self._cluster.invitation())
             self._in_thread(self._watch())
-            logger.info("starting %s workers: %d", section, num_workers)
+            logger.info("starting %s workers: %d", section, options.num_workers)
             begin = time.monotonic()
             self._ask("start", [_put(build)])
             logger.info("the %s workers are ready after %.0f s", section, time.monotonic() - begin)
@@ -304,7 +277,7 @@ class WorkerPool:
             logger.exception("the event %s of the %s workers could not be recorded", kind, self._section)
 
 
-def _start_dispatcher(name: str, options: WorkerOptions) -> Any:
+def _start_dispatcher(name: str, options: WorkerOptions, actor_options: Mapping[str, Any]) -> Any:
     """Start the dispatcher on the node of this process."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -313,7 +286,7 @@ def _start_dispatcher(name: str, options: WorkerOptions) -> Any:
     actor = ray.remote(FlowcorrDispatcher).options(
         name=name, num_cpus=0, max_concurrency=_MAX_CALLS, scheduling_strategy=here
     )
-    return actor.remote(options, sys.path)
+    return actor.remote(options, actor_options, sys.path)
 
 
 def _join(name: str, feature: str) -> tuple[Cluster, Any]:
@@ -344,31 +317,30 @@ def _put(value: Any) -> Any:
     return ray.put(value)
 
 
-def _actor_options(
-    section: str, num_workers: int, resources: Mapping[str, float], scheduling: str
-) -> dict[str, Any]:
+def _actor_options(options: WorkerOptions) -> dict[str, Any]:
+    """The options of Ray's actors."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    own = ("num_cpus", "num_gpus", "memory")
-    options: dict[str, Any] = {name: amount for name, amount in resources.items() if name in own}
-    options["resources"] = {name: amount for name, amount in resources.items() if name not in own}
+    own, scheduling = ("num_cpus", "num_gpus", "memory"), options.scheduling
+    of_actor: dict[str, Any] = {name: amount for name, amount in options.resources.items() if name in own}
+    of_actor["resources"] = {name: amount for name, amount in options.resources.items() if name not in own}
     if scheduling in ("default", "spread"):
-        options["scheduling_strategy"] = scheduling.upper()
-        return options
+        return of_actor | {"scheduling_strategy": scheduling.upper()}
     alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     if scheduling not in alive:
         raise ConfigError(
-            f"{section}.scheduling={scheduling!r} is not a node of the cluster; its nodes are {', '.join(alive)}"
+            f"{options.section}.scheduling={scheduling!r} is not a node of the cluster; its nodes are "
+            f"{', '.join(alive)}"
         )
-    options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(scheduling, soft=False)
-    return options
+    return of_actor | {"scheduling_strategy": NodeAffinitySchedulingStrategy(scheduling, soft=False)}
 
 
-def _check_resources(section: str, num_workers: int, resources: Mapping[str, float]) -> None:
+def _check_resources(options: WorkerOptions) -> None:
     """Raise `ConfigError` if a cluster that cannot grow has no room for all workers."""
     import ray
 
+    section, num_workers, resources = options.section, options.num_workers, options.resources
     ranks = distributed.ranks_here()
     if ranks > 1 and resources.get("num_gpus"):
         raise ConfigError(

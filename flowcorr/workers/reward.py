@@ -12,6 +12,7 @@ from flowcorr.config.task import RewardConfig, RewardTerm
 from flowcorr.records import ImageArray, Images, Prompt
 from flowcorr.rewards.base import Reward, RewardOutput, as_reward_output, reward_name
 from flowcorr.rewards.combine import build_reward
+from flowcorr.workers.dispatcher import WorkerOptions
 from flowcorr.workers.pool import Answer, OnEvent, WorkerPool, ignore_event
 
 BATCH_SIZE = 16  # images of one task, where all images come at once; independent of the number of workers
@@ -41,14 +42,16 @@ class RayReward:
         on_event: OnEvent = ignore_event,
     ) -> None:
         self._workers = WorkerPool(
-            "reward",
             partial(RewardWorker, config.terms, config.gold),
-            num_workers=config.num_workers,
-            resources=config.worker_resources,
-            timeout=config.timeout,
+            WorkerOptions(
+                section="reward",
+                num_workers=config.num_workers,
+                resources=config.worker_resources,
+                timeout=config.timeout,
+                num_threads=num_threads,
+                own_errors=(Exception,),  # no retry here: `score_batch` handles the failures of a reward
+            ),
             address=address,
-            num_threads=num_threads,
-            own_errors=(Exception,),  # no retry here: `score_batch` handles the failures of a reward
             on_event=on_event,
         )
 

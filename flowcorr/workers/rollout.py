@@ -23,6 +23,7 @@ from flowcorr.records import Rollout
 from flowcorr.rollout.base import OnImages, Weights, ignore_images, needs_base, shards_weights
 from flowcorr.rollout.build import as_rollout, build_backend
 from flowcorr.rollout.vllm_omni.probe import ActorProbe
+from flowcorr.workers.dispatcher import WorkerOptions
 from flowcorr.workers.pool import Answer, OnEvent, WorkerPool, ignore_event
 
 # Errors of the task, not of the worker: the task would fail in any other worker too.
@@ -89,15 +90,17 @@ class RayRollout:
         self._history: deque[SharedWeights] = deque(maxlen=rollout.max_weight_age + 1)
         self._groups_per_shard = max(1, (rollout.batch_size or rollout.n) // rollout.n)
         self._workers = WorkerPool(
-            "rollout",
             partial(RolloutWorker, config, None if probe is None else probe.shipped()),
-            num_workers=rollout.num_workers,
-            resources=rollout.worker_resources,
-            scheduling=rollout.scheduling,
-            timeout=rollout.timeout,
+            WorkerOptions(
+                section="rollout",
+                num_workers=rollout.num_workers,
+                resources=rollout.worker_resources,
+                scheduling=rollout.scheduling,
+                timeout=rollout.timeout,
+                num_threads=config.trainer.num_threads,
+                own_errors=OWN_ERRORS,
+            ),
             address=rollout.ray_address,
-            num_threads=config.trainer.num_threads,
-            own_errors=OWN_ERRORS,
             on_event=on_event,
         )
 

@@ -14,6 +14,7 @@ import time
 from functools import partial
 
 from flowcorr import distributed
+from flowcorr.workers.dispatcher import WorkerOptions
 from flowcorr.workers.pool import WorkerPool, ignore_event
 from tests.ranks import Ranks
 from tests.ray_tasks import Tasks
@@ -23,17 +24,10 @@ TASKS, RANKS = 5, 2
 
 def steps(workers: int, number: int, seconds: float) -> tuple[float, float]:
     """Seconds that this rank's tasks took, and seconds of all steps."""
-    pool = WorkerPool(
-        "rollout",
-        Tasks,
-        num_workers=workers,
-        resources={"num_cpus": 0.1},
-        timeout=600.0,
-        address=None,
-        num_threads=None,
-        own_errors=(),
-        on_event=ignore_event,
+    options = WorkerOptions(
+        section="rollout", num_workers=workers, resources={"num_cpus": 0.1}, timeout=600.0
     )
+    pool = WorkerPool(Tasks, options, address=None, on_event=ignore_event)
     draw = random.Random(0)
     mine = distributed.local_indices(TASKS)
     pool.submit("a first task", "pid", 0.0).result()

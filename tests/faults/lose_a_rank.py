@@ -7,23 +7,15 @@ import time
 
 from flowcorr import distributed
 from flowcorr.errors import BackendError
+from flowcorr.workers.dispatcher import WorkerOptions
 from flowcorr.workers.pool import WorkerPool, ignore_event
 from tests.ray_tasks import Tasks
 
 if __name__ == "__main__":
     lost = int(sys.argv[1])
     distributed.start_ranks("cpu", timeout=600)
-    pool = WorkerPool(
-        "rollout",
-        Tasks,
-        num_workers=2,
-        resources={"num_cpus": 0.1},
-        timeout=600.0,
-        address="local",
-        num_threads=None,
-        own_errors=(),
-        on_event=ignore_event,
-    )
+    options = WorkerOptions(section="rollout", num_workers=2, resources={"num_cpus": 0.1}, timeout=600.0)
+    pool = WorkerPool(Tasks, options, address="local", on_event=ignore_event)
     distributed.gather(None, "the start")
     tasks = [pool.submit("a pause", "pid", 1.0) for _ in range(3)]
     tasks[0].result()

@@ -11,17 +11,22 @@ from ray_tasks import Tasks
 from flowcorr.workers.dispatcher import FlowcorrDispatcher, WorkerOptions
 
 pytestmark = [pytest.mark.system, pytest.mark.usefixtures("ray_cluster")]
-OPTIONS = WorkerOptions(
-    section="rollout", num_workers=1, ray={}, timeout=600.0, num_threads=None, own_errors=()
-)
+OPTIONS = WorkerOptions(section="rollout", num_workers=1, resources={}, timeout=600.0)
+
+
+async def report(dispatcher, reported):
+    """Report events as the main rank does."""
+    with contextlib.suppress(asyncio.CancelledError):
+        while True:
+            reported.extend(await dispatcher.events(len(reported)))
 
 
 def test_a_task_that_runs_again_comes_before_later_ones(ray_cluster, tmp_path):
     """With one worker, which dies in the first task; the main rank reports that before the task goes on."""
 
     async def run():
-        dispatcher = FlowcorrDispatcher(OPTIONS, sys.path)
-        reporting = asyncio.create_task(report(dispatcher))
+        dispatcher = FlowcorrDispatcher(OPTIONS, {}, sys.path)
+        reporting = asyncio.create_task(report(dispatcher, reported))
         await dispatcher.start([ray_cluster.put(Tasks)])
 
         async def ask(method, *arguments):
@@ -36,11 +41,6 @@ def test_a_task_that_runs_again_comes_before_later_ones(ray_cluster, tmp_path):
         reporting.cancel()
         return places
 
-    async def report(dispatcher):
-        with contextlib.suppress(asyncio.CancelledError):
-            while True:
-                reported.extend(await dispatcher.events(len(reported)))
-
     done, reported = [], []
     (place,) = asyncio.run(run())
     assert done == [("die", 0, place["pid"]), ("pid", 0, place["pid"]), ("pair", 0, ("a", ["a"]))]
@@ -52,8 +52,8 @@ def test_a_retired_worker_is_not_replaced_and_its_task_runs_in_another(ray_clust
     """Two workers, of which the one at work is retired, by two ranks; the last one stays."""
 
     async def run():
-        dispatcher = FlowcorrDispatcher(replace(OPTIONS, num_workers=2), sys.path)
-        reporting = asyncio.create_task(report(dispatcher))
+        dispatcher = FlowcorrDispatcher(replace(OPTIONS, num_workers=2), {}, sys.path)
+        reporting = asyncio.create_task(report(dispatcher, reported))
         await dispatcher.start([ray_cluster.put(Tasks)])
         arguments = [ray_cluster.put([str(tmp_path / "flag")])]
         task = asyncio.create_task(dispatcher.run("a wait", "wait_for", arguments, 1))
@@ -69,11 +69,6 @@ def test_a_retired_worker_is_not_replaced_and_its_task_runs_in_another(ray_clust
         reporting.cancel()
         return ranks, last, worker == 1 - busy, len(places)
 
-    async def report(dispatcher):
-        with contextlib.suppress(asyncio.CancelledError):
-            while True:
-                reported.extend(await dispatcher.events(len(reported)))
-
     reported = []
     assert asyncio.run(run()) == ([True, True], False, True, 1)
     kinds = [event.kind for event in reported]
@@ -82,7 +77,7 @@ def test_a_retired_worker_is_not_replaced_and_its_task_runs_in_another(ray_clust
 
 def test_each_rank_gets_what_the_main_rank_shares_once():
     async def run():
-        dispatcher = FlowcorrDispatcher(OPTIONS, [])
+        dispatcher = FlowcorrDispatcher(OPTIONS, {}, [])
         early = asyncio.create_task(dispatcher.shared(0, 2))
         await asyncio.sleep(0)
         await dispatcher.share(0, 3, ["weights"])

@@ -12,6 +12,7 @@ from flowcorr import config, distributed, trainer
 from flowcorr.errors import BackendError, ConfigError, MissingExtraError
 from flowcorr.trainer.events import read_events
 from flowcorr.workers.cluster import Cluster
+from flowcorr.workers.dispatcher import WorkerOptions
 from flowcorr.workers.pool import WorkerPool
 from tests.descendants import descendants
 from tests.trainer.test_ranks import SMALL, assert_same_run, in_float64, records
@@ -22,15 +23,14 @@ NODE = "0" * 56
 
 def start(build=Tasks, events=None, **options):
     defaults = {
+        "section": "rollout",
         "num_workers": 2,
         "resources": {},
         "timeout": 600.0,
-        "address": None,
-        "num_threads": None,
         "own_errors": (ConfigError, MissingExtraError),
-        "on_event": Events() if events is None else events,
     }
-    return WorkerPool("rollout", build, **{**defaults, **options})
+    on_event = Events() if events is None else events
+    return WorkerPool(build, WorkerOptions(**{**defaults, **options}), address=None, on_event=on_event)
 
 
 @pytest.fixture(scope="module")
