@@ -122,13 +122,6 @@ def checked(arguments: argparse.Namespace) -> Config:
     return config
 
 
-def check_recipe(recipe: str, *, or_folder: bool = False) -> None:
-    """Check that there is such a recipe; with `or_folder`, the message says that there is no such folder either."""
-    from flowcorr.config import find_recipe
-
-    find_recipe(recipe, or_folder=or_folder)
-
-
 def writable_folder(out: str | None, default: Path, *, only_named: bool = False) -> Path:
     """The folder of `--out`, or its default, which can be made and written to; it is left as it was.
 

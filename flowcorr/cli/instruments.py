@@ -21,7 +21,6 @@ from flowcorr.cli.command import (
     Argument,
     Command,
     allowed_imports,
-    check_recipe,
     checked,
     find_own_code,
     show_report,
@@ -58,6 +57,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     Exit codes: 0 all checks passed; 1 a check warned, the cause cannot be told, or the engine could not be examined;
     2 a check failed, a cause is named, or bad configuration
     """
+    from flowcorr.config import find_recipe
     from flowcorr.trainer.run_config import is_folder
 
     if is_folder(Path(arguments.recipe)):
@@ -72,7 +72,7 @@ def doctor(arguments: argparse.Namespace) -> int:
             f"--model {arguments.model} has no effect on a recipe, which names its model; leave it out, or give a "
             "folder of dumped steps"
         )
-    check_recipe(arguments.recipe, or_folder=True)
+    find_recipe(arguments.recipe, or_folder=True)
     _at_least("--prompts", arguments.prompts, 2)
     config = checked(arguments)
 
@@ -163,12 +163,13 @@ def audit(arguments: argparse.Namespace) -> int:
 
     Exit codes: 0 audited, whatever the advice; 1 failed; 2 bad configuration
     """
+    from flowcorr.config import find_recipe
     from flowcorr.trainer.run_config import is_folder
 
     of_folder = is_folder(Path(arguments.recipe))
     default = Path(arguments.recipe)
     if not of_folder:
-        check_recipe(arguments.recipe, or_folder=True)
+        find_recipe(arguments.recipe, or_folder=True)
         default = Path("runs") / f"{default.stem}_audit"
     out_dir = writable_folder(arguments.out, default)
     if of_folder and not arguments.savings:

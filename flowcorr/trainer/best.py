@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flowcorr.config.run import TrainerConfig
+from flowcorr.errors import ConfigError, unknown_choice
 from flowcorr.trainer import checkpoint, run_folder
 from flowcorr.trainer.checkpoint import TrainingState
-from flowcorr.trainer.evaluate import check_best_metric
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +29,9 @@ def best_so_far(best: Best | None, name: str, step: int, metrics: Mapping[str, f
     Raises:
         ConfigError: the first evaluation of a run does not yield `name`. Of a later one, that is a warning.
     """
-    if step == 0:
-        check_best_metric(name, metrics)
     if name not in metrics:
+        if step == 0:
+            raise ConfigError(unknown_choice("trainer.best_metric", name, sorted(metrics)))
         logger.warning(
             "the evaluation at step %d has no %s (trainer.best_metric), so it cannot be the best", step, name
         )

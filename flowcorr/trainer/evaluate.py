@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flowcorr import distributed, sde
 from flowcorr.config.run import SERVED
-from flowcorr.errors import BackendError, CheckpointError, ConfigError, unknown_choice
+from flowcorr.errors import BackendError, CheckpointError, ConfigError
 from flowcorr.imports import source_of
 from flowcorr.records import ImageArray, Prompt
 from flowcorr.rewards import Reward, report_broken, score_batch, scored_ahead
@@ -163,12 +163,6 @@ def _metrics(run: TrainingRun, scores: Mapping[str, np.ndarray]) -> dict[str, fl
     if run.config.reward.on_error == "drop_group":
         metrics[f"eval/{_FAILED}"] = float(num_failed)
     return metrics
-
-
-def check_best_metric(name: str, metrics: Mapping[str, float]) -> None:
-    """Check that an evaluation yields the metric that `trainer.best_metric` names."""
-    if name not in metrics:
-        raise ConfigError(unknown_choice("trainer.best_metric", name, sorted(metrics)))
 
 
 def evaluate_run(

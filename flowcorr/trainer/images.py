@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,22 +22,42 @@ _CAPTION_HEIGHT, _GAP = 18, 4
 _BESIDE = 1200  # pixels of a grid up to which two are shown beside each other, and not one above the other
 
 
-def labelled(
-    images: ImageArray, prompts: Sequence[Prompt], scores: np.ndarray | None = None
-) -> list[Image.Image]:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Shown:
+    """Samples for a person to look at.
+
+    Attributes:
+        images: images `[B, H, W, 3]` or videos `[B, F, H, W, 3]`, uint8.
+        prompts: of the samples.
+        scores: `[B]`, shown below them; None shows none.
+        rate: frames a second of videos, those of the model family.
+    """
+
+    images: ImageArray
+    prompts: Sequence[Prompt]
+    scores: np.ndarray | None = None
+    rate: int = 1
+
+    def first(self, count: int) -> Shown:
+        """The first samples, at most `count` of them."""
+        return replace(self, images=self.images[:count], prompts=self.prompts[:count])
+
+
+def labelled(shown: Shown) -> list[Image.Image]:
     """The first `MAX_PICTURES` images, each above its target and score; of a video, its first, middle and last frame.
 
     Small ones are enlarged by a whole factor, large ones reduced. The reference images of an edit stand to its left.
     """
-    references = references_of(prompts[:MAX_PICTURES], *images.shape[-3:-1])
+    shown = shown.first(MAX_PICTURES)
+    references = references_of(shown.prompts, *shown.images.shape[-3:-1])
     pictures = []
-    for index, (pixels, prompt) in enumerate(zip(images[:MAX_PICTURES], prompts[:MAX_PICTURES], strict=True)):
-        row = [_fit(Image.fromarray(part)) for part in (*references[index], *_shown(pixels))]
+    for index, (pixels, prompt) in enumerate(zip(shown.images, shown.prompts, strict=True)):
+        row = [_fit(Image.fromarray(part)) for part in (*references[index], *_stills(pixels))]
         picture = row[-1]
         canvas = Image.new("RGB", (len(row) * picture.width, picture.height + _CAPTION_HEIGHT), "white")
         for place, part in enumerate(row):
             canvas.paste(part, (place * picture.width, 0))
-        score = "" if scores is None else f"  {scores[index]:.2f}"
+        score = "" if shown.scores is None else f"  {shown.scores[index]:.2f}"
         font = ImageFont.load_default(12)
         text = " ".join((prompt.target or prompt.text).split())[: canvas.width]
         while text and font.getlength(text + score) > canvas.width - 4:
@@ -95,7 +116,7 @@ def before_after(folder: Path) -> None:
     save_image(joined, folder / "before_after.png")
 
 
-def _shown(pixels: np.ndarray) -> list[np.ndarray]:
+def _stills(pixels: np.ndarray) -> list[np.ndarray]:
     """An image `[H, W, 3]`, or the first, the middle and the last frame of a video `[F, H, W, 3]`."""
     if pixels.ndim == 3:
         return [pixels]

@@ -6,10 +6,12 @@ import contextlib
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from flowcorr import config as configs
 from flowcorr import devices, distributed, dumps
@@ -18,6 +20,7 @@ from flowcorr.config.schema import Config
 from flowcorr.correction.bounds import idle_modes
 from flowcorr.errors import BackendError, RolloutFault
 from flowcorr.processes import clear_shared_memory
+from flowcorr.records import ImageArray, Prompt
 from flowcorr.trackers import IMAGES_FOLDER, Ending, Trackers, build_trackers
 from flowcorr.trainer import checkpoint, out_of_memory, run_folder, state
 from flowcorr.trainer.attempt import attempt
@@ -27,7 +30,7 @@ from flowcorr.trainer.collect import prefetch
 from flowcorr.trainer.evaluate import evaluate
 from flowcorr.trainer.events import EventLog
 from flowcorr.trainer.fault import keep_evidence
-from flowcorr.trainer.images import before_after
+from flowcorr.trainer.images import Shown, before_after
 from flowcorr.trainer.log_probs import save_terms
 from flowcorr.trainer.observer import Observer, RunResult, Silent
 from flowcorr.trainer.run import TrainingRun
@@ -107,7 +110,6 @@ class _Loop:
             trackers if distributed.is_main() else {}, partial(self._say, "tracker_failed")
         )
         self.run, self.data = build_run(config, on_event=events)
-        self._rate = self.run.actor.family.frames_per_second
         self.step = 0
         self.best: Best | None = None
         self.evaluated: Mapping[str, float] = {}  # metrics of the last evaluation
@@ -309,9 +311,9 @@ class _Loop:
         if distributed.is_main():
             name = "before" if self.step == 0 else "after"
             path = self.out_dir / IMAGES_FOLDER / f"eval_{name}"
-            shown = evaluation.images, self.data.heldout, evaluation.scores
-            save_samples(*shown, path, rate=self._rate)
-            log_samples(self.trackers, "eval", *shown, self.step, rate=self._rate)
+            shown = self._shown(evaluation.images, self.data.heldout, evaluation.scores)
+            save_samples(shown, path)
+            log_samples(self.trackers, "eval", shown, self.step)
         self.observer.on_eval(self.step, metrics)
         return metrics
 
@@ -323,8 +325,12 @@ class _Loop:
     def _log_images(self, result: StepResult) -> None:
         """Save and log samples of the main rank."""
         if distributed.is_main():
-            shown = result.images, result.prompts, result.scores, self.out_dir / IMAGES_FOLDER, self.step
-            save_and_log_rollouts(self.trackers, *shown, rate=self._rate)
+            shown = self._shown(result.images, result.prompts, result.scores)
+            save_and_log_rollouts(self.trackers, shown, self.out_dir / IMAGES_FOLDER, self.step)
+
+    def _shown(self, images: ImageArray, prompts: Sequence[Prompt], scores: np.ndarray) -> Shown:
+        rate = self.run.actor.family.frames_per_second
+        return Shown(images=images, prompts=prompts, scores=scores, rate=rate)
 
     # Checkpoints -----------------------------------------------------------------------------------------
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 from PIL import Image
 
-from flowcorr.records import ImageArray, Prompt
 from flowcorr.trackers import Trackers
 from flowcorr.trackers.base import writing
-from flowcorr.trainer.images import image_grid, labelled, save_image
+from flowcorr.trainer.images import Shown, image_grid, labelled, save_image
 
 MAX_VIDEOS = 8
 MAX_LOGGED = 16  # held-out images of an evaluation that trackers get
@@ -21,17 +20,12 @@ MAX_GIF_VIDEOS = 4  # a GIF is ten times as large as an MP4
 _CODEC = "libx264"  # some distributions leave it out of their FFmpeg
 
 
-def save_film(
-    videos: ImageArray, prompts: Sequence[Prompt], scores: np.ndarray | None, path: Path, *, rate: int
-) -> None:
+def save_film(shown: Shown, path: Path) -> None:
     """Write the first `MAX_VIDEOS` videos side by side: as MP4, or as animated WebP without PyAV and x264.
 
     Args:
-        videos: `[B, F, H, W, 3]` uint8; one frame of all at a time is drawn.
-        prompts: of the videos.
-        scores: `[B]`, shown below them.
+        shown: videos; one frame of all at a time is drawn.
         path: without the suffix, which is `.mp4` or `.webp`.
-        rate: frames a second, those of the model family.
 
     Raises:
         BackendError: the folder cannot be written to, such as when the disk is full.
@@ -39,89 +33,56 @@ def save_film(
     suffix, write = (".mp4", _write_mp4) if _encodes_mp4() else (".webp", _write_webp)
     path = path.with_name(f"{path.name}{suffix}")
     with writing(path):
-        write(_frames(videos[:MAX_VIDEOS], prompts[:MAX_VIDEOS], scores), path, rate)
+        write(_frames(shown.first(MAX_VIDEOS)), path, shown.rate)
 
 
-def animated_gif(
-    videos: ImageArray, prompts: Sequence[Prompt], scores: np.ndarray | None, *, rate: int
-) -> bytes:
-    """The first `MAX_GIF_VIDEOS` videos side by side, for trackers; arguments as of `save_film`."""
-    first, *rest = _frames(videos[:MAX_GIF_VIDEOS], prompts[:MAX_GIF_VIDEOS], scores)
-    film = io.BytesIO()
-    first.save(
-        film,
-        "GIF",
-        save_all=True,
-        append_images=rest,
-        duration=1000 // rate,
-        loop=0,
-        optimize=False,
-    )
+def animated_gif(shown: Shown) -> bytes:
+    """The first `MAX_GIF_VIDEOS` videos side by side, for trackers."""
+    first, *rest = _frames(shown.first(MAX_GIF_VIDEOS))
+    film, duration = io.BytesIO(), 1000 // shown.rate
+    first.save(film, "GIF", save_all=True, append_images=rest, duration=duration, loop=0, optimize=False)
     return film.getvalue()
 
 
-def log_samples(
-    trackers: Trackers,
-    where: str,
-    images: ImageArray,
-    prompts: Sequence[Prompt],
-    scores: np.ndarray | None,
-    step: int,
-    *,
-    rate: int,
-) -> None:
+def log_samples(trackers: Trackers, where: str, shown: Shown, step: int) -> None:
     """Log the first `MAX_LOGGED` images one by one as `<where>/images`, or a film of videos as `<where>/videos`."""
     if not trackers.beside_folder:
         return
-    if images.ndim == 5:
-        trackers.log_videos({f"{where}/videos": animated_gif(images, prompts, scores, rate=rate)}, step)
+    if shown.images.ndim == 5:
+        trackers.log_videos({f"{where}/videos": animated_gif(shown)}, step)
     else:
-        first = labelled(images[:MAX_LOGGED], prompts[:MAX_LOGGED], scores)
-        trackers.log_images({f"{where}/images": first}, step)
+        trackers.log_images({f"{where}/images": labelled(shown.first(MAX_LOGGED))}, step)
 
 
-def save_and_log_rollouts(
-    trackers: Trackers,
-    images: ImageArray,
-    prompts: Sequence[Prompt],
-    scores: np.ndarray | None,
-    folder: Path,
-    step: int,
-    *,
-    rate: int,
-) -> None:
+def save_and_log_rollouts(trackers: Trackers, shown: Shown, folder: Path, step: int) -> None:
     """Write a grid of a training step's images, and a film of videos, to `folder`, and give both to trackers.
 
     Raises:
         BackendError: the folder cannot be written to, such as when the disk is full.
     """
-    grid = image_grid(labelled(images, prompts, scores))
+    grid = image_grid(labelled(shown))
     save_image(grid, folder / f"rollout_{step:06d}_00.png")
     trackers.log_images({"rollout": [grid]}, step)
-    if images.ndim == 5:
-        save_film(images, prompts, scores, folder / f"rollout_{step:06d}", rate=rate)
-        log_samples(trackers, "rollout", images, prompts, scores, step, rate=rate)
+    if shown.images.ndim == 5:
+        save_film(shown, folder / f"rollout_{step:06d}")
+        log_samples(trackers, "rollout", shown, step)
 
 
-def save_samples(
-    images: ImageArray, prompts: Sequence[Prompt], scores: np.ndarray | None, path: Path, *, rate: int
-) -> None:
+def save_samples(shown: Shown, path: Path) -> None:
     """Write a grid of images as PNG to `path`, given without a suffix, and a film of videos under the same name.
 
     Raises:
         BackendError: the folder cannot be written to, such as when the disk is full.
     """
-    save_image(image_grid(labelled(images, prompts, scores)), path.with_name(f"{path.name}.png"))
-    if images.ndim == 5:
-        save_film(images, prompts, scores, path, rate=rate)
+    save_image(image_grid(labelled(shown)), path.with_name(f"{path.name}.png"))
+    if shown.images.ndim == 5:
+        save_film(shown, path)
 
 
-def _frames(
-    videos: ImageArray, prompts: Sequence[Prompt], scores: np.ndarray | None
-) -> Iterator[Image.Image]:
+def _frames(shown: Shown) -> Iterator[Image.Image]:
     """Yield a grid of all videos for each frame, in order."""
-    for frame in range(videos.shape[1]):
-        yield image_grid(labelled(videos[:, frame], prompts, scores), columns=4)
+    for frame in range(shown.images.shape[1]):
+        yield image_grid(labelled(replace(shown, images=shown.images[:, frame])), columns=4)
 
 
 def _encodes_mp4() -> bool:

@@ -12,7 +12,7 @@ from flowcorr.rewards.statistics import image_statistics
 from flowcorr.rollout.sampler import MISSING
 from flowcorr.trainer.collect import collect, score
 from flowcorr.trainer.evaluate import evaluate
-from flowcorr.trainer.images import labelled
+from flowcorr.trainer.images import Shown, labelled
 from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.step import train_step
 from tests.overflow import overflow, overflow_one
@@ -71,7 +71,8 @@ def test_its_group_is_left_out_under_drop_group(prepared, placement, caplog):
     assert any(
         not torch.equal(before.tensors[name], now) for name, now in run.actor.weights.parameters.items()
     )
-    assert labelled(result.images, result.prompts, result.scores)[place].getpixel((5, 5)) == (255, 0, 255)
+    shown = Shown(images=result.images, prompts=result.prompts, scores=result.scores)
+    assert labelled(shown)[place].getpixel((5, 5)) == (255, 0, 255)
 
 
 def test_no_reward_sees_it_and_no_statistic_does(prepared):

@@ -6,50 +6,54 @@ from PIL import Image
 
 from flowcorr.errors import BackendError
 from flowcorr.records import Prompt
-from flowcorr.trainer.images import MAX_PICTURES, before_after, image_grid, labelled, save_image
+from flowcorr.trainer.images import MAX_PICTURES, Shown, before_after, image_grid, labelled, save_image
 from tests.prompts import prompts_of
+
+
+def shown(images, prompts, scores=None):
+    return labelled(Shown(images=images, prompts=prompts, scores=scores))
 
 
 def pictures(count, height=32, width=64, scores=True):
     images = np.full((count, height, width, 3), 200, dtype=np.uint8)
     prompts = [Prompt(text=f"a sign {index}", target=f"word {index}") for index in range(count)]
-    return labelled(images, prompts, np.linspace(0, 1, count) if scores else None)
+    return shown(images, prompts, np.linspace(0, 1, count) if scores else None)
 
 
 @pytest.mark.parametrize(
-    ("height", "width", "shown"),
+    ("height", "width", "size"),
     [(32, 64, (128, 64)), (32, 32, (128, 128)), (100, 200, (200, 100)), (512, 1024, (256, 128))],
 )
-def test_small_images_are_enlarged_and_large_ones_reduced(height, width, shown):
+def test_small_images_are_enlarged_and_large_ones_reduced(height, width, size):
     picture = pictures(1, height, width)[0]
-    assert picture.size == (shown[0], shown[1] + 18)
+    assert picture.size == (size[0], size[1] + 18)
     assert picture.getpixel((5, 5)) == (200, 200, 200)
 
 
 def test_references_stand_beside_the_image():
     images = np.full((2, 32, 64, 3), 200, dtype=np.uint8)
     edits = prompts_of(["make it red", "add a cat"], images=2)
-    for picture, edit in zip(labelled(images, edits), edits, strict=True):
+    for picture, edit in zip(shown(images, edits), edits, strict=True):
         assert picture.size == (3 * 128, 64 + 18)
-        shown = np.asarray(picture)[:64]
-        np.testing.assert_array_equal(shown[::2, :128:2], np.asarray(edit.images[0].fitted(32, 64)))
-        np.testing.assert_array_equal(shown[::2, 128:256:2], np.asarray(edit.images[1].fitted(32, 64)))
-        assert (shown[:, 256:] == 200).all()
+        pixels = np.asarray(picture)[:64]
+        np.testing.assert_array_equal(pixels[::2, :128:2], np.asarray(edit.images[0].fitted(32, 64)))
+        np.testing.assert_array_equal(pixels[::2, 128:256:2], np.asarray(edit.images[1].fitted(32, 64)))
+        assert (pixels[:, 256:] == 200).all()
 
 
 def test_the_caption_is_the_target_or_the_text_with_its_score():
     images = np.zeros((3, 32, 64, 3), dtype=np.uint8)
     with_target, without, other = (Prompt(text="cat", target=target) for target in ("cat", None, "dog"))
-    one, two, three = labelled(images, [with_target, without, other])
+    one, two, three = shown(images, [with_target, without, other])
     assert one.tobytes() == two.tobytes() != three.tobytes()
-    scored = labelled(images, [with_target, without, other], np.array([0.5, 0.5, np.nan]))
+    scored = shown(images, [with_target, without, other], np.array([0.5, 0.5, np.nan]))
     assert one.tobytes() != scored[0].tobytes()
 
 
 @pytest.mark.parametrize("text", ["a cat that reads " * 50, "W" * 100, "a\ncat " * 100])
 def test_a_long_prompt_leaves_room_for_its_score(text):
     images = np.zeros((2, 32, 64, 3), dtype=np.uint8)
-    low, high = labelled(images, [Prompt(text=text)] * 2, np.array([0.25, 0.75]))
+    low, high = shown(images, [Prompt(text=text)] * 2, np.array([0.25, 0.75]))
     assert low.tobytes() != high.tobytes()
     for picture in (low, high):
         assert (np.asarray(picture)[64:, -2:] == 255).all()  # no letter is cut
@@ -104,9 +108,9 @@ def test_a_picture_that_cannot_be_written_is_an_error(tmp_path):
 def test_a_video_shows_its_first_middle_and_last_frame():
     levels = np.array([0, 50, 100, 150, 200], dtype=np.uint8)
     videos = np.broadcast_to(levels[None, :, None, None, None], (7, 5, 32, 64, 3))
-    pictures = labelled(videos, [Prompt(text="a cat")] * 7)
+    pictures = shown(videos, [Prompt(text="a cat")] * 7)
     frames = [pictures[0].getpixel((x, 10)) for x in (64, 132 + 64, 264 + 64)]
     assert frames == [(0,) * 3, (100,) * 3, (200,) * 3]
     assert image_grid(pictures).width == 5 * (pictures[0].width + 4) - 4  # 2048 pixels hold five of them
-    one = labelled(videos[:1, :1], [Prompt(text="a cat")])
+    one = shown(videos[:1, :1], [Prompt(text="a cat")])
     assert one[0].width == 128

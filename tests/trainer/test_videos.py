@@ -16,12 +16,17 @@ from flowcorr.records import Prompt
 from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer import train
 from flowcorr.trainer.events import read_events
+from flowcorr.trainer.images import Shown
 from flowcorr.trainer.videos import MAX_GIF_VIDEOS, MAX_VIDEOS, animated_gif, save_film, save_samples
 from tests.trainer.runs import assert_same_run
 
 LEVELS = np.linspace(0, 255, 5).astype(np.uint8)
 VIDEOS = np.broadcast_to(LEVELS[:, None, None, None], (10, 5, 31, 40, 3))
 PROMPTS = [Prompt(text="a cat")] * 10
+
+
+def shown(rate, scores=None):
+    return Shown(images=VIDEOS, prompts=PROMPTS, scores=scores, rate=rate)
 
 
 def brightness(path):
@@ -39,7 +44,7 @@ def brightness(path):
 
 def test_a_film_shows_every_frame(tmp_path):
     av = pytest.importorskip("av")
-    save_samples(VIDEOS, PROMPTS, None, tmp_path / "images" / "eval_after", rate=24)
+    save_samples(shown(24), tmp_path / "images" / "eval_after")
     assert {path.name for path in (tmp_path / "images").iterdir()} == {"eval_after.png", "eval_after.mp4"}
     levels, size = brightness(tmp_path / "images" / "eval_after.mp4")
     assert levels == pytest.approx(LEVELS.tolist(), abs=3)
@@ -53,13 +58,13 @@ def test_a_film_shows_every_frame(tmp_path):
 @pytest.mark.parametrize("av", [None, SimpleNamespace(codecs_available={"mpeg4"})])
 def test_without_av_or_its_encoder_it_is_an_animated_webp(tmp_path, monkeypatch, av):
     monkeypatch.setitem(sys.modules, "av", av)
-    save_film(VIDEOS, PROMPTS, np.zeros(10), tmp_path / "rollout_000002", rate=16)
+    save_film(shown(16, scores=np.zeros(10)), tmp_path / "rollout_000002")
     levels, _ = brightness(tmp_path / "rollout_000002.webp")
     assert levels == pytest.approx(LEVELS.tolist(), abs=6)
 
 
 def test_trackers_get_every_frame():
-    with Image.open(io.BytesIO(animated_gif(VIDEOS, PROMPTS, None, rate=16))) as film:
+    with Image.open(io.BytesIO(animated_gif(shown(16)))) as film:
         frames = [film.seek(frame) or film.convert("RGB") for frame in range(film.n_frames)]
         assert film.info["duration"] == 60  # milliseconds, in whole hundredths of a second
     assert [frame.getpixel((20, 20))[0] for frame in frames] == LEVELS.tolist()
@@ -67,7 +72,7 @@ def test_trackers_get_every_frame():
 
 
 def test_images_have_no_film(tmp_path):
-    save_samples(VIDEOS[:, 0], PROMPTS, None, tmp_path / "eval_before", rate=16)
+    save_samples(Shown(images=VIDEOS[:, 0], prompts=PROMPTS), tmp_path / "eval_before")
     assert [path.name for path in tmp_path.iterdir()] == ["eval_before.png"]
 
 

@@ -14,6 +14,7 @@ from PIL import Image
 from flowcorr.instruments.report.pictures import MAX_FILM_BYTES, MAX_GRIDS, pictures
 from flowcorr.instruments.report.runs import read_run
 from flowcorr.records import Prompt
+from flowcorr.trainer.images import Shown
 from flowcorr.trainer.videos import save_film
 
 ROLLOUTS = "rollouts at step 0"
@@ -138,7 +139,8 @@ def test_the_last_films_of_a_run_are_shown(suffix, folder, monkeypatch):
         pytest.importorskip("av")
     videos = np.zeros((2, 3, 32, 32, 3), dtype=np.uint8)
     for name in ("eval_before", "eval_after", "rollout_000002", "rollout_000010"):
-        save_film(videos + len(name), [Prompt(text="a cat")] * 2, None, folder / "images" / name, rate=16)
+        shown = Shown(images=videos + len(name), prompts=[Prompt(text="a cat")] * 2, rate=16)
+        save_film(shown, folder / "images" / name)
     found = {picture.title: picture for picture in pictures(read_run(folder))}
     assert len(found) == 4
     for title, name in zip(list(found)[-2:], ("eval_after", "rollout_000010"), strict=True):
