@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowcorr.actor.folding import warn_if_folding_is_slower
 from flowcorr.actor.pass_bound import bound_passes
 from flowcorr.actor.scoring import Observe, Scorer
-from flowcorr.actor.update import PolicyOptimizer, Update
+from flowcorr.actor.update import PolicyOptimizer
 from flowcorr.actor.weights import TrainedWeights
 from flowcorr.config.schema import Config
-from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.models import Guidance, ModelFamily
-from flowcorr.records import ActorBatch, Rollout, Scores
+from flowcorr.records import Rollout, Scores
 
 
 class DiffusionActor:
@@ -32,6 +30,7 @@ class DiffusionActor:
         scorer: scores SDE steps under the weights.
         optimizer: learns the weights.
         score: that of `Scorer`.
+        update: that of `PolicyOptimizer`.
     """
 
     def __init__(self, family: ModelFamily, config: Config) -> None:
@@ -42,8 +41,7 @@ class DiffusionActor:
         self.scorer = Scorer(family, self.weights, config)
         self.optimizer = PolicyOptimizer(self.weights, self.scorer, config)
         self.score = self.scorer.score
-        # Sharded weights allow no pass of one rank alone, and on a CPU folding is never slower.
-        self._measures_folding = self.weights.device.type == "cuda" and not self.weights.sharded
+        self.update = self.optimizer.update
 
     @torch.no_grad()
     def log_probs(
@@ -81,27 +79,6 @@ class DiffusionActor:
         for _ in range(num_fillers):
             self.score(filler_sample)
         return Scores.concatenate(parts)
-
-    @torch.enable_grad()  # a reward or metric of one's own may have turned gradients off for this thread
-    def update(
-        self,
-        batch: ActorBatch,
-        correction: RolloutCorrectionConfig,
-        *,
-        training_step: int,
-        observe: Observe | None = None,
-    ) -> Update:
-        """Learn from a batch, in passes that fit the memory; see `PolicyOptimizer.update`."""
-        self._choose_passes(batch.rollout)
-        return self.optimizer.update(batch, correction, training_step=training_step, observe=observe)
-
-    def _choose_passes(self, rollout: Rollout) -> None:
-        """Bound the size of the passes, and measure once whether folding all steps into one pass is faster."""
-        bound_passes(self.scorer, rollout)
-        if self._measures_folding and self.scorer.passes.folded and rollout.num_samples:
-            first = self.scorer.micro_batches(rollout.num_samples)[0]
-            warn_if_folding_is_slower(self.scorer, rollout.select(first))
-            self._measures_folding = False
 
     @property
     def guidance(self) -> Guidance:

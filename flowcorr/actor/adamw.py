@@ -1,7 +1,8 @@
-"""AdamW on the trained weights: torch's, or bitsandbytes' with moments in 8 bits."""
+"""AdamW on the trained weights, torch's or bitsandbytes' with moments in 8 bits, and its learning rate."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -167,6 +168,21 @@ OPTIMIZERS: Mapping[str, type[AdamW] | type[AdamW8bit]] = {"adamw": AdamW, "adam
 """The values of `actor.optimizer`."""
 _MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2}
 """The moments by torch's names, with their numbers in bitsandbytes."""
+
+
+def scheduled_lr(actor: ActorConfig, update: int, num_updates: int) -> float:
+    """The learning rate of an update: a linear warm-up, then `lr_schedule` down to `lr_min_ratio` of it.
+
+    Args:
+        actor: the keys.
+        update: number of optimizer updates before this one.
+        num_updates: number of updates of the whole run.
+    """
+    if update < actor.warmup_steps:
+        return actor.lr * (update + 1) / actor.warmup_steps
+    progress = min(1.0, (update - actor.warmup_steps) / max(num_updates - actor.warmup_steps, 1))
+    falls = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    return actor.lr * (actor.lr_min_ratio + (1 - actor.lr_min_ratio) * falls[actor.lr_schedule])
 
 
 def _quantized(values: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:

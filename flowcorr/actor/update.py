@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from flowcorr import distributed, sde
-from flowcorr.actor.adamw import OPTIMIZERS
+from flowcorr.actor.adamw import OPTIMIZERS, scheduled_lr
+from flowcorr.actor.folding import warn_if_folding_is_slower
 from flowcorr.actor.loss_scale import LossScale
+from flowcorr.actor.pass_bound import bound_passes
 from flowcorr.actor.scoring import Observe, Scorer
 from flowcorr.actor.weights import TrainedWeights
 from flowcorr.algorithm import diffusion_loss
@@ -23,7 +25,7 @@ from flowcorr.algorithm.bands import MOST_REJECTED, MeasuredBands
 from flowcorr.algorithm.by_worker import by_worker
 from flowcorr.algorithm.score_drift import ScoreDrift, score_drift
 from flowcorr.algorithm.terms import batch_terms
-from flowcorr.config.schema import ActorConfig, Config
+from flowcorr.config.schema import Config
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.distributed import fsdp
 from flowcorr.losses import loss_of
@@ -88,7 +90,10 @@ class PolicyOptimizer:
             window_size=config.sampling.sde_window_size,
             device=weights.device,
         )
+        # Sharded weights allow no pass of one rank alone, and on a CPU folding is never slower.
+        self._measures_folding = weights.device.type == "cuda" and not weights.sharded
 
+    @torch.enable_grad()  # a reward or metric of one's own may have turned gradients off for this thread
     def update(
         self,
         batch: ActorBatch,
@@ -99,6 +104,8 @@ class PolicyOptimizer:
     ) -> Update:
         """Take `epochs * mini_batches` optimizer steps on a batch that has `old_log_probs`.
 
+        The passes fit the memory.
+
         Args:
             batch: the samples.
             correction: the rollout correction in force; in bypass mode it acts inside the loss.
@@ -106,6 +113,7 @@ class PolicyOptimizer:
             observe: called with the parts of the first epoch that are scored before the first optimizer step; see
                 `Observe`.
         """
+        self._choose_passes(batch.rollout)
         batch, filler_sample = batch.numbered(), batch.rollout.select(slice(1))
         first_version = self.weights.version
         metrics: list[Metrics] = []
@@ -127,6 +135,14 @@ class PolicyOptimizer:
         steps = self.config.sampling.num_inference_steps
         drifts = [score_drift(terms, steps) for terms in first_terms]
         return Update(metrics=Metrics(*metrics, gap, *drifts), parts=scored, first_terms=first_terms)
+
+    def _choose_passes(self, rollout: Rollout) -> None:
+        """Bound the size of the passes, and measure once whether folding all steps into one pass is faster."""
+        bound_passes(self.scorer, rollout)
+        if self._measures_folding and self.scorer.passes.folded and rollout.num_samples:
+            first = self.scorer.micro_batches(rollout.num_samples)[0]
+            warn_if_folding_is_slower(self.scorer, rollout.select(first))
+            self._measures_folding = False
 
     def mini_batches(self, batch: ActorBatch, training_step: int, epoch: int) -> Iterator[ActorBatch]:
         """The batch in `mini_batches` parts of whole groups, which do not depend on the number of ranks."""
@@ -431,18 +447,3 @@ def sum_over_ranks(gradients: Sequence[Tensor], counts: Sequence[Tensor]) -> lis
     for gradient, added in zip(gradients, sums, strict=True):
         gradient.copy_(added.view_as(gradient))
     return list(totals)
-
-
-def scheduled_lr(actor: ActorConfig, update: int, num_updates: int) -> float:
-    """The learning rate of an update: a linear warm-up, then `lr_schedule` down to `lr_min_ratio` of it.
-
-    Args:
-        actor: the keys.
-        update: number of optimizer updates before this one.
-        num_updates: number of updates of the whole run.
-    """
-    if update < actor.warmup_steps:
-        return actor.lr * (update + 1) / actor.warmup_steps
-    progress = min(1.0, (update - actor.warmup_steps) / max(num_updates - actor.warmup_steps, 1))
-    falls = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
-    return actor.lr * (actor.lr_min_ratio + (1 - actor.lr_min_ratio) * falls[actor.lr_schedule])

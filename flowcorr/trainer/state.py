@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flowcorr import config as configs
 from flowcorr import distributed
-from flowcorr.actor.update import scheduled_lr
+from flowcorr.actor.adamw import scheduled_lr
 from flowcorr.actor.weights import TrainedWeights
 from flowcorr.config.schema import Config
 from flowcorr.distributed import fsdp

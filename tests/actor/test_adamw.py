@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from flowcorr import distributed
-from flowcorr.actor.adamw import OPTIMIZERS
+from flowcorr.actor.adamw import OPTIMIZERS, scheduled_lr
 from flowcorr.config.schema import ActorConfig
 from flowcorr.distributed import fsdp
 from flowcorr.errors import MissingExtraError
@@ -26,6 +26,18 @@ def learned(run, *steps):
     for step in steps:
         run.update(batch, training_step=step)
     return weights(run)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("linear", [0.5, 1, 1, 0.8, 0.6, 0.4, 0.2]),
+        ("cosine", [0.5, 1, 1, 0.2 + 0.4 * (1 + 2**-0.5), 0.6, 0.2 + 0.4 * (1 - 2**-0.5), 0.2]),
+    ],
+)
+def test_the_learning_rate_falls_to_a_share(schedule, rates):
+    actor = ActorConfig(lr=1.0, warmup_steps=2, lr_schedule=schedule, lr_min_ratio=0.2)
+    assert [scheduled_lr(actor, update, 6) for update in range(7)] == pytest.approx(rates)
 
 
 def test_without_bitsandbytes_it_says_how_to_install_it(monkeypatch):

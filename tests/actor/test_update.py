@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowcorr import distributed
-from flowcorr.actor.update import deal_groups, scheduled_lr
+from flowcorr.actor.update import deal_groups
 from flowcorr.algorithm import apply_bypass_mode_to_diffusion_batch, drift_squares
 from flowcorr.algorithm.noise_floor import noise_counts
-from flowcorr.config.schema import ActorConfig, LoraConfig
+from flowcorr.config.schema import LoraConfig
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.sde import centred_log_prob
 from tests.actor.updates import assert_same, updated
@@ -109,18 +109,6 @@ def test_the_learning_rate_warms_up(make_run):
     rates = [run.update(batch, training_step=step).compute()["actor/lr"] for step in range(6)]
     assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3])
     assert run.actor.optimizer.adamw.inner.param_groups[0]["lr"] == 1e-3
-
-
-@pytest.mark.parametrize(
-    ("schedule", "rates"),
-    [
-        ("linear", [0.5, 1, 1, 0.8, 0.6, 0.4, 0.2]),
-        ("cosine", [0.5, 1, 1, 0.2 + 0.4 * (1 + 2**-0.5), 0.6, 0.2 + 0.4 * (1 - 2**-0.5), 0.2]),
-    ],
-)
-def test_the_learning_rate_falls_to_a_share(schedule, rates):
-    actor = ActorConfig(lr=1.0, warmup_steps=2, lr_schedule=schedule, lr_min_ratio=0.2)
-    assert [scheduled_lr(actor, update, 6) for update in range(7)] == pytest.approx(rates)
 
 
 @pytest.mark.parametrize("epochs", [1, 2])

@@ -9,7 +9,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flowcorr.actor import DiffusionActor
-from flowcorr.actor.scoring import Scorer
 from flowcorr.actor.update import PolicyOptimizer
 from flowcorr.algorithm import AutoMode, needs_old_means
 from flowcorr.instruments.plan.answers import MEMORY_TOLERANCE
@@ -142,16 +141,17 @@ def _folded_or_not(hour: Hour, actor: DiffusionActor, batch: ActorBatch) -> None
     config = actor.config
     folded = config.actor.fold_steps
     other = replace(config, actor=replace(config.actor, fold_steps=not folded))
-    scorer = Scorer(actor.family, actor.weights, other)
-    optimizer = PolicyOptimizer(actor.weights, scorer, other)
+    of_recipe = actor.log_probs(batch.rollout).log_probs
+    actor.scorer.config = other
+    optimizer = PolicyOptimizer(actor.weights, actor.scorer, other)
     correction = AutoMode.of(config).correction
-    of_recipe, of_other = (each.log_probs(batch.rollout).log_probs for each in (actor.scorer, scorer))
+    of_other = actor.log_probs(batch.rollout).log_probs
     name = "stepwise" if folded else "folded"
     gap = (of_recipe - of_other).abs().max().item()
     hour.row(f"{name}: log-probs beside the recipe's", gap, unit="nats", at_most=SAME_POLICY)
     hour.row(
         f"{name}: recompute of all",
-        meter.seconds(hour.device, lambda: scorer.log_probs(batch.rollout)),
+        meter.seconds(hour.device, lambda: actor.log_probs(batch.rollout)),
         unit="s",
     )
 
@@ -163,4 +163,5 @@ def _folded_or_not(hour: Hour, actor: DiffusionActor, batch: ActorBatch) -> None
     actor.optimizer.adamw.zero_grad()
     hour.row(f"{name}: update, peak", meter.peak(hour.device, learn) / 1e9, unit="GB")
     hour.row(f"{name}: update", meter.seconds(hour.device, learn, repeats=1), unit="s")
+    actor.scorer.config = config
     assert all(torch.isfinite(parameter).all() for parameter in actor.weights.parameters.values())
