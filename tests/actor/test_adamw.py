@@ -63,13 +63,13 @@ def together(tensors):
     return torch.cat([tensor.flatten() for tensor in tensors.values()])
 
 
-@pytest.mark.adam8bit
-def test_a_resumed_optimizer_goes_on_with_the_same_bits(make_run):
-    run = make_run(**FULL_8BIT)
+@pytest.mark.parametrize("sections", [FULL_32BIT, pytest.param(FULL_8BIT, marks=pytest.mark.adam8bit)])
+def test_a_resumed_optimizer_goes_on_with_the_same_bits(make_run, sections):
+    run = make_run(**sections)
     batch = run.batch()
     for step in (1, 2):
         run.update(batch, training_step=step)
-    other = make_run(**FULL_8BIT)
+    other = make_run(**sections)
     other.actor.weights.load(run.actor.weights.snapshot().tensors)
     state = run.actor.optimizer.adamw.state()
     other.actor.optimizer.adamw.load_state(state)

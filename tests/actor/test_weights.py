@@ -136,15 +136,3 @@ def test_weights_of_another_adapter_are_an_error(make_run):
     ):
         with pytest.raises(BatchError, match=named):
             run.actor.weights.load({**tensors, **changed})
-
-
-def test_the_optimizer_continues_from_its_state(make_run):
-    run = make_run()
-    batch = run.batch()
-    run.update(batch, training_step=1)
-    other = make_run()
-    other.actor.weights.load(run.actor.weights.snapshot().tensors)
-    other.actor.optimizer.adamw.load_state(run.actor.optimizer.adamw.state())
-    run.update(batch, training_step=2)
-    other.update(batch, training_step=2)
-    assert_same(weights(other), weights(run), rtol=0, atol=0)

@@ -232,12 +232,6 @@ def test_a_checkpoint_that_cannot_be_renamed_yet_stops_nothing(tmp_path, caplog,
     assert names(tmp_path) == ["step_000002"]
 
 
-def test_discard_after_drops_later_steps(tmp_path):
-    save(tmp_path, 1, 2, 3)
-    checkpoint.discard_after(tmp_path, 2)
-    assert names(tmp_path) == ["step_000001", "step_000002"]
-
-
 def test_a_full_disk_leaves_the_previous_one(tmp_path):
     save(tmp_path, 1)
     large = TrainingState(step=2, tensors={"weights/a": torch.zeros(100_000)}, facts={})
