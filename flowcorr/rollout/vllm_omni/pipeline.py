@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -119,11 +119,14 @@ class FlowcorrPipeline(nn.Module, SupportsComponentDiscovery):
             return self.family.velocity(self.call_transformer, latents, timesteps, chosen, guidance)
 
         def noise(step_index: int, rows: Sequence[int]) -> Tensor:
-            return torch.cat([_step_noise(jobs[row], step_index) for row in rows]).to(self.device)
+            drawn = [_noise(sde.step_noise, jobs[row], step_index=step_index) for row in rows]
+            return torch.cat(drawn).to(self.device)
+
+        initial = [_noise(sde.initial_noise, job, same_in_group=job.same_initial_noise) for job in jobs]
 
         window, log_probs, final = sample_sde_window(
             velocity,
-            torch.cat([_initial_noise(job) for job in jobs]).to(self.device),
+            torch.cat(initial).to(self.device),
             plan.schedule,
             plan.sampling,
             torch.tensor([job.window for job in jobs], device=self.device),
@@ -215,26 +218,10 @@ def _class_of(family: type[ModelFamily], part: str) -> Any:
     return import_target(key, getattr(family.vllm_omni, part), "a class of vllm-omni or diffusers")
 
 
-def _initial_noise(job: Job) -> Tensor:
-    return sde.initial_noise(
-        job.plan.latent_shape,
-        [job.group],
-        [job.member],
-        seed=job.seed,
-        training_step=job.training_step,
-        same_in_group=job.same_initial_noise,
-    )
-
-
-def _step_noise(job: Job, step_index: int) -> Tensor:
-    return sde.step_noise(
-        job.plan.latent_shape,
-        [job.group],
-        [job.member],
-        seed=job.seed,
-        training_step=job.training_step,
-        step_index=step_index,
-    )
+def _noise(draw: Callable[..., Tensor], job: Job, **options: Any) -> Tensor:
+    """The noise `[1, *L]` of a sample, by a function of `sde`."""
+    ids, seeds = ([job.group], [job.member]), {"seed": job.seed, "training_step": job.training_step}
+    return draw(job.plan.latent_shape, *ids, **seeds, **options)
 
 
 def _output(image: Tensor, trajectory: dict[str, Any]) -> DiffusionOutput:
