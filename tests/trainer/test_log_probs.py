@@ -174,6 +174,8 @@ def test_the_drift_of_a_dump_is_that_which_was_logged(tmp_path, preset):
         f"{CORRECTION}.preset={preset}",
         f"{CORRECTION}.score_centering=true",  # asks the engine for its means
         "rollout.emulate=int4",
+        "rollout.n=4",  # all of one reward would have no gradient to drift
+        "actor.mini_batches=1",
         "trainer.dump_log_probs=true",
     )
     trainer.train(small_config(*overrides), tmp_path)
