@@ -96,8 +96,7 @@ def train(
             events.step = max(checkpoint.steps(folder / run_folder.CHECKPOINTS), default=0)
         with run_folder.failure_noted(folder, events, keep_earlier=resume):
             shown = observer if observer is not None and distributed.is_main() else Silent()
-            loop = _Loop(config, folder, resume, shown, events)
-        return loop.train(before_start, signals)
+            return _Loop(config, folder, resume, shown, events).train(before_start, signals)
 
 
 class _Loop:
@@ -142,15 +141,14 @@ class _Loop:
                 events("workers", places=self.run.engine.places)
 
     def train(self, before_start: Callable[[TrainingRun], None] | None, signals: StopSignals) -> RunResult:
-        with run_folder.failure_noted(self.out_dir, self.events):
-            try:
-                result = self._train(before_start, signals)
-            except KeyboardInterrupt:
-                if self.trackers.beside_folder:  # they may have printed a summary below the line that says it
-                    self._say("signal", f"resume with: {run_folder.resume_command(self.out_dir)}")
-                raise
-            self.observer.on_finish(result)
-            return result
+        try:
+            result = self._train(before_start, signals)
+        except KeyboardInterrupt:
+            if self.trackers.beside_folder:  # they may have printed a summary below the line that says it
+                self._say("signal", f"resume with: {run_folder.resume_command(self.out_dir)}")
+            raise
+        self.observer.on_finish(result)
+        return result
 
     def _train(self, before_start: Callable[[TrainingRun], None] | None, signals: StopSignals) -> RunResult:
         with contextlib.ExitStack() as endings:
