@@ -34,7 +34,6 @@ class WorkerOptions:
         timeout: seconds for a task.
         num_threads: CPU threads of torch in each worker; None keeps torch's default.
         own_errors: errors of the task rather than of the worker; the task is not retried, since it would fail again.
-        attempts: for a task, and for replacing a lost worker.
     """
 
     section: str
@@ -44,7 +43,6 @@ class WorkerOptions:
     num_threads: int | None = None
     own_errors: tuple[type[Exception], ...] = ()
     scheduling: str = "default"
-    attempts: int = ATTEMPTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -257,7 +255,7 @@ class FlowcorrDispatcher:
             f"{worker} was lost during {task.label}: {reason}",
             "worker_lost", worker=worker.name, **worker.place, task=task.label, error=reason,
         )  # fmt: skip
-        if task.attempts >= self._options.attempts:
+        if task.attempts >= ATTEMPTS:
             message = f"{task.label} failed {task.attempts} times, the last time in {worker}: {reason}"
             task.answer.set_exception(BackendError(message))
             return
@@ -270,7 +268,7 @@ class FlowcorrDispatcher:
     async def _replace(self, worker: _Worker) -> bool:
         """Start a worker in place of a lost one; False if that fails. All tasks fail when no worker is left."""
         reason = ""
-        for attempt in range(self._options.attempts):
+        for attempt in range(ATTEMPTS):
             try:
                 _kill(worker)
                 await asyncio.sleep(attempt)

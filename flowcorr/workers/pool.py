@@ -56,7 +56,7 @@ class WorkerPool:
 
     Tasks start in the order of their submission, each in the first worker that is idle, so a slow worker gets fewer. A
     worker that dies, takes longer than `timeout`, or fails by an error that is not one of `own_errors`, is killed and
-    replaced. Its task runs again in the next idle worker, `attempts` times in all. (Ray's `ActorPool` gives the next
+    replaced. Its task runs again in the next idle worker, `ATTEMPTS` times in all. (Ray's `ActorPool` gives the next
     task to a worker that died, and waits for one that hangs.)
 
     The main rank joins or starts the cluster and starts the dispatcher on its own node; every other rank joins that
