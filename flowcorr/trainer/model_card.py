@@ -66,7 +66,10 @@ def model_card(
                 for term in config.reward.terms
             ),
             scores=_scores(records, step),
-            code=_code(config, kind, base_code, folder),
+            folder=_quoted(folder),
+            makes_edits=kind is not None and kind.num_references[0] > 0,
+            has_loader=_has_loader(kind),
+            call=None if kind is None else _call(config, kind),
             picture=picture,
             merged=merged,
         )
@@ -94,37 +97,16 @@ def _scores(records: Sequence[Mapping[str, Any]], step: int) -> list[tuple[str, 
     ]
 
 
-def _code(config: Config, family: type[ModelFamily] | None, base: str, folder: str) -> list[str]:
-    """Lines of Python that load the weights and draw a sample."""
-    edits = family is not None and family.num_references[0] > 0
-    lines = ["import torch", "from diffusers import AutoModel, DiffusionPipeline"]
-    if config.model.lora.rank:
-        lines[1] = "from diffusers import DiffusionPipeline"
-    lines += ["from diffusers.utils import load_image"] * edits
-    lines += ["from flowcorr.models import EMBEDDED"] * base.startswith("str(EMBEDDED")
-    lines += ["", f"folder = {_quoted(folder)}  # or the name of this repository"]
-    dtype = f"torch_dtype=torch.{config.model.dtype}"
-    if not config.model.lora.rank:
-        lines += [
-            f"pipe = DiffusionPipeline.from_pretrained({base}, {dtype})",
-            f'pipe.transformer = AutoModel.from_pretrained(folder, subfolder="transformer", {dtype})',
-        ]
-    else:
-        lines += [f"pipe = DiffusionPipeline.from_pretrained({base}, {dtype})", _loading(family)]
-    return lines if family is None else [*lines, *_call(config, family)]
-
-
-def _loading(family: type[ModelFamily] | None) -> str:
-    """The line that loads an adapter: a pipeline of diffusers may have no loader of its own."""
+def _has_loader(family: type[ModelFamily] | None) -> bool:
+    """Whether the pipeline of diffusers loads adapters itself."""
     import diffusers
 
     pipeline = None if family is None else getattr(diffusers, family.pipeline_class)
-    if hasattr(pipeline, "load_lora_weights"):
-        return "pipe.load_lora_weights(folder)"
-    return "pipe.transformer.load_lora_adapter(folder, use_safetensors=True)"
+    return hasattr(pipeline, "load_lora_weights")
 
 
-def _call(config: Config, family: type[ModelFamily]) -> list[str]:
+def _call(config: Config, family: type[ModelFamily]) -> str:
+    """The call of the pipeline that draws a sample."""
     sampling, trainer = config.sampling, config.trainer
     steps = trainer.eval_num_inference_steps or sampling.num_inference_steps
     values: dict[str, Any] = {
@@ -136,8 +118,8 @@ def _call(config: Config, family: type[ModelFamily]) -> list[str]:
     }
     options = [f"{name}={value!r}" for name, value in values.items() if value is not None]
     options = ['image=load_image("reference.png")'] * (family.num_references[0] > 0) + options
-    first, result = ('"a prompt"', "frames" if family.makes_videos else "images")
-    return [f"sample = pipe(prompt={first}, {', '.join(options)}).{result}[0]"]
+    result = "frames" if family.makes_videos else "images"
+    return f'pipe(prompt="a prompt", {", ".join(options)}).{result}[0]'
 
 
 def _quoted(text: str) -> str:
