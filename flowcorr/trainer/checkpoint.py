@@ -34,11 +34,10 @@ _STEP, _PARTIAL = "step_{:06d}", ".partial_"
 
 
 class UnreadableError(CheckpointError):
-    """A checkpoint that cannot be read here, and may be whole: a run that passes over it would delete it."""
+    """A checkpoint that cannot be read here, and may be whole: a run that passes over it would delete it.
 
-
-class FormatError(UnreadableError):
-    """A checkpoint of another format than `FORMAT`, as an older or a newer flowcorr wrote it."""
+    The system refuses to read it, or it has another format than `FORMAT`, as an older or a newer flowcorr wrote it.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -107,8 +106,7 @@ def load(folder: Path) -> TrainingState:
     """Read and verify a checkpoint.
 
     Raises:
-        FormatError: it has another format.
-        UnreadableError: the system refuses to read it.
+        UnreadableError: it has another format, or the system refuses to read it.
         CheckpointError: a file is missing, truncated or altered.
     """
     try:
@@ -218,10 +216,10 @@ def _check_format(folder: Path, stored: object) -> None:
     has = f"checkpoint {folder} has {'no format' if stored is None else f'format {stored}'}"
     reads = f"this flowcorr reads format {FORMAT}"
     if isinstance(stored, int) and stored > FORMAT:
-        raise FormatError(
+        raise UnreadableError(
             f"{has}, and {reads}: a newer flowcorr wrote it; update flowcorr to continue its run"
         )
-    raise FormatError(
+    raise UnreadableError(
         f"{has}, and {reads}: an older flowcorr wrote it; continue its run with that version, or start a new run in "
         "another folder from its weights, such as model.lora.warm_start for an adapter"
     )

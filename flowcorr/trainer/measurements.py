@@ -172,16 +172,19 @@ def own_metrics(rows: Sequence[Metric], terms: Terms) -> Stats:
     Args:
         rows: of all metrics; those that measure themselves are the user's.
         terms: their `log_prob` is the policy's that is compared with the rollout's.
+
+    Raises:
+        ConfigError: a measure returns no stat.
     """
-    return {row.name: _measured(row, terms) for row in rows if row.measure}
-
-
-def _measured(row: Metric, terms: Terms) -> Stat:
-    assert row.measure is not None
-    stat = row.measure(terms.windows())
-    if isinstance(stat, Stat):
-        return stat
-    raise ConfigError(
-        f"trainer.metrics: the measure of {row.name!r} returned a {type(stat).__name__}; return a stat of "
-        "flowcorr.metrics, such as mean(values.sum(), count), which merges over parts and ranks"
-    )
+    stats: Stats = {}
+    for row in rows:
+        if row.measure is None:
+            continue
+        stat = row.measure(terms.windows())
+        if not isinstance(stat, Stat):
+            raise ConfigError(
+                f"trainer.metrics: the measure of {row.name!r} returned a {type(stat).__name__}; return a stat of "
+                "flowcorr.metrics, such as mean(values.sum(), count), which merges over parts and ranks"
+            )
+        stats[row.name] = stat
+    return stats

@@ -142,7 +142,8 @@ def build_run(config: Config, *, on_event: OnEvent = ignore_event) -> tuple[Trai
                 torch.cuda.set_device(distributed.local_device(config.trainer.device))
             prompts = load_prompts(config.data)
             check_prompts(config.reward, prompts.train, prompts.heldout)
-            gold = _build_gold(config)
+            of_evaluations = config.reward.evaluation_gold
+            gold = build_reward((), of_evaluations, timeout=config.reward.timeout) if of_evaluations else None
             reward = _build_reward(config, on_event)
             if isinstance(reward, RayReward | ThreadReward):
                 on_failure.callback(reward.close)
@@ -272,13 +273,6 @@ def _build_reward(config: Config, on_event: OnEvent) -> WeightedSum | ThreadRewa
     reward = build_reward(settings.terms, settings.step_gold, timeout=settings.timeout)
     in_thread = settings.placement == "thread" or (settings.placement == "auto" and reward.overlaps)
     return ThreadReward(reward) if in_thread else reward
-
-
-def _build_gold(config: Config) -> WeightedSum | None:
-    """The gold rewards that only evaluations score."""
-    settings = config.reward
-    gold = settings.evaluation_gold
-    return build_reward((), gold, timeout=settings.timeout) if gold else None
 
 
 def _say_cuts(reward: WeightedSum | ThreadReward | RayReward, prompts: Sequence[Prompt]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from flowcorr.errors import CheckpointError
 from flowcorr.trainer import checkpoint
-from flowcorr.trainer.checkpoint import FormatError, TrainingState, UnreadableError
+from flowcorr.trainer.checkpoint import TrainingState, UnreadableError
 
 
 def state(step=10, value=1.0):
@@ -67,7 +67,7 @@ def test_another_format_is_named_and_never_passed_over(tmp_path, found, named):
     folder = save(tmp_path, 3)
     rewrite(folder, format=found)
     for load, place in ((checkpoint.load, folder), (checkpoint.load_latest, tmp_path)):
-        with pytest.raises(FormatError, match=f"step_000003 has {named}"):
+        with pytest.raises(UnreadableError, match=f"step_000003 has {named}"):
             load(place)
     assert names(tmp_path) == ["step_000002", "step_000003"]
 
@@ -77,7 +77,7 @@ def test_a_newer_format_may_have_other_files(tmp_path):
     rewrite(folder, format=checkpoint.FORMAT + 1)
     (folder / "state.safetensors").rename(folder / "state_0.safetensors")
     (folder / "manifest.json").unlink()
-    with pytest.raises(FormatError, match=f"step_000003 .*format {checkpoint.FORMAT + 1}, .*newer"):
+    with pytest.raises(UnreadableError, match=f"step_000003 .*format {checkpoint.FORMAT + 1}, .*newer"):
         checkpoint.load_latest(tmp_path)
 
 
