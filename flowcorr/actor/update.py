@@ -104,7 +104,7 @@ class PolicyOptimizer:
     ) -> Update:
         """Take `epochs * mini_batches` optimizer steps on a batch that has `old_log_probs`.
 
-        The passes fit the memory.
+        Passes are as large as the memory allows.
 
         Args:
             batch: the samples.

@@ -47,7 +47,7 @@ class Weights:
 
 
 class SyncedWeights:
-    """The weights of an engine that loads them as it is told to, `rollout.staleness` syncs late.
+    """Keeps the weights of the last syncs, and samples with those of `staleness` syncs ago; a base class of engines.
 
     Args:
         staleness: `rollout.staleness`.

@@ -48,7 +48,7 @@ class TrainingState:
         step: training steps done.
         tensors: named tensors, such as `weights/...` and `optimizer/...`.
         facts: JSON values, such as the data position.
-        exported: the weights of a pipeline in host memory, for the adapter's files; none where it was loaded.
+        exported: the weights that `TrainedWeights.save` writes, in host memory; empty in a state that was loaded.
     """
 
     step: int

@@ -32,7 +32,7 @@ class StopSignals:
     more deliberate Ctrl-C.
 
     The main thread sees signals only between its calls. So a thread reads them from the pipe that Python's handler
-    writes to, and tells the main thread of a deliberate Ctrl-C by a further SIGINT, which comes too soon to be another.
+    writes to. On a deliberate Ctrl-C it sends the main thread one more SIGINT, too soon to count as another.
 
     Args:
         clock: seconds, to tell a deliberate Ctrl-C from a held key.
