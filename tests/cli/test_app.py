@@ -10,15 +10,9 @@ from flowcorr import __version__
 from flowcorr.cli import app, main
 from flowcorr.cli.app import build_parser
 from flowcorr.config import recipe_names
+from tests.cli.commands import run
 
 COMMANDS = [command.name for command in app.COMMANDS]
-
-
-def run(capsys, *arguments):
-    """Exit code, stdout and stderr of `flowcorr *arguments`."""
-    code = main(arguments)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 @pytest.mark.parametrize("arguments", [[], *([command] for command in COMMANDS)])

@@ -4,16 +4,9 @@ import re
 
 import pytest
 
-from flowcorr.cli import main
 from flowcorr.cli.app import COMMANDS
 from flowcorr.cli.command import writable_file, writable_folder
-
-
-def run(capsys, *arguments):
-    """Exit code, stdout and stderr of `flowcorr *arguments`."""
-    code = main(arguments)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+from tests.cli.commands import run
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)

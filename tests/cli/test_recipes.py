@@ -2,15 +2,8 @@
 
 import pytest
 
-from flowcorr.cli import main
 from flowcorr.config import load
-
-
-def run(capsys, *arguments):
-    """Exit code, stdout and stderr of `flowcorr *arguments`."""
-    code = main(arguments)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+from tests.cli.commands import run
 
 
 def test_config_prints_what_load_reads(capsys, tmp_path):

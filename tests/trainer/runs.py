@@ -79,12 +79,14 @@ def small_config(*overrides):
 UNLIKE = ("timing/", "perf/", "rollout_corr/worker_")
 
 
+def lasting(record):
+    """A record without what depends on the clock."""
+    return {name: value for name, value in record.items() if not name.startswith(UNLIKE)}
+
+
 def records(folder: Path):
     """The run's records, without what depends on the clock."""
-    return [
-        {name: value for name, value in record.items() if not name.startswith(UNLIKE)}
-        for record in read_metrics(folder / "metrics.jsonl")
-    ]
+    return [lasting(record) for record in read_metrics(folder / "metrics.jsonl")]
 
 
 def checkpoints(folder: Path):

@@ -13,13 +13,13 @@ from ray_tasks import WORKERS
 from flowcorr import config, trainer
 from flowcorr.errors import BackendError, ConfigError
 from flowcorr.trackers.jsonl import read_metrics
-from flowcorr.trainer import Silent, checkpoint
+from flowcorr.trainer import checkpoint
 from flowcorr.trainer.events import read_events
 from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.step import train_step
 from tests.descendants import descendants
 from tests.trainer import runs
-from tests.trainer.runs import assert_same_weights, records
+from tests.trainer.runs import Recorder, assert_same_weights, records
 
 pytestmark = pytest.mark.system
 
@@ -34,20 +34,6 @@ SMALL = (
 )
 LATE = ("rollout.max_staleness=2", "rollout.drift_every=2", "rollout.replay_every=2")
 AHEAD = ("rollout.placement=ray", "rollout.timeout=600", *LATE)
-
-
-class AtPhase(Silent):
-    """Does something as a phase of a step begins."""
-
-    def __init__(self, step, phase, then):
-        self.step, self.phase, self.then, self.done = step, phase, then, 0
-
-    def on_phase(self, name):
-        if (name, self.done + 1) == (self.phase, self.step):
-            self.then()
-
-    def on_step(self, step, metrics):
-        self.done = step
 
 
 def small_config(*overrides):
@@ -68,7 +54,7 @@ def runs(ray_cluster, tmp_path_factory):
     stale = ("rollout.staleness=2", "rollout.drift_every=2", "rollout.replay_every=2")
     trainer.train(small_config(*stale), folder / "stale")
     torch.manual_seed(0)
-    copy = AtPhase(5, "update", lambda: shutil.copytree(folder / "ahead", folder / "killed"))
+    copy = Recorder(5, lambda: shutil.copytree(folder / "ahead", folder / "killed"), phase="update")
     trainer.train(small_config(*AHEAD), folder / "ahead", observer=copy)
     return folder
 
@@ -123,7 +109,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_without_workers(runs, tmp_pat
         seen.extend(workers())
         os.kill(os.getpid(), signal.SIGTERM)
 
-    stop = AtPhase(4, "rollout", terminate)
+    stop = Recorder(4, terminate, phase="rollout")
     result = trainer.train(settings, tmp_path / "run", observer=stop)
     assert (result.status, result.step) == ("interrupted", 4)
     assert kinds(tmp_path / "run")[3:] == [("signal", 3), ("checkpoint", 4), ("end", 4)]

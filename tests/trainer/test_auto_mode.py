@@ -9,6 +9,7 @@ from flowcorr import config, trainer
 from flowcorr.trackers.jsonl import read_metrics
 from flowcorr.trainer import checkpoint
 from tests.trainer import runs
+from tests.trainer.runs import lasting
 
 SMALL = (
     *runs.SMALL,
@@ -25,11 +26,6 @@ def train(folder, *overrides, steps=3, resume=False):
     settings = config.load("tiny_jpeg_lora", [*SMALL, *overrides, f"trainer.total_steps={steps}"])
     trainer.train(settings, folder, resume=resume)
     return read_metrics(folder / "metrics.jsonl")
-
-
-def lasting(record):
-    """What does not depend on the clock."""
-    return {name: value for name, value in record.items() if not name.startswith(("timing/", "perf/"))}
 
 
 def tensors(folder):

@@ -17,10 +17,11 @@ from flowcorr.trackers import read_metrics
 from flowcorr.trainer import checkpoint
 from flowcorr.trainer.log_probs import logged_terms, sampled_terms
 from tests.tolerances import LOG_PROBS
-from tests.trainer import runs
+from tests.trainer.runs import SMALL as SMALL_RUN
+from tests.trainer.runs import records
 
 SMALL = (
-    *runs.SMALL,
+    *SMALL_RUN,
     "rollout.emulate=int4",
     "data.num_heldout=2",
     "trainer.total_steps=3",
@@ -68,13 +69,6 @@ def assert_same(one, other):
     assert one.tensors().keys() == other.tensors().keys()
     for name, value in one.tensors().items():
         torch.testing.assert_close(value, other.tensors()[name], rtol=0, atol=0, equal_nan=True)
-
-
-def records(folder):
-    return [
-        {name: value for name, value in record.items() if not name.startswith(("timing/", "perf/"))}
-        for record in read_metrics(folder / "metrics.jsonl")
-    ]
 
 
 def test_a_dump_changes_nothing_else(runs):

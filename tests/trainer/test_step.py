@@ -14,7 +14,7 @@ from flowcorr.trainer.setup import build_run
 from flowcorr.trainer.step import StepResult, train_step
 from tests.rollouts import make_rollout
 from tests.tolerances import LOG_PROBS
-from tests.trainer.runs import small_config
+from tests.trainer.runs import lasting, small_config
 
 GROUPS = torch.tensor([0, 0, 1, 1, 2, 2])
 
@@ -174,13 +174,13 @@ def test_in_bypass_mode_the_rollouts_log_probs_of_the_chosen_are_the_old_ones(mo
 
 def test_learning_from_as_many_as_are_sampled_changes_nothing(monkeypatch):
     whole, chosen = (first_step(monkeypatch, *SIX, *keys) for keys in ((), ("rollout.n_learned=6",)))
-    found = [
-        {name: value for name, value in each.result.metrics.compute().items() if "/learned_" not in name}
+    ours, theirs = (
+        {
+            name: value
+            for name, value in lasting(each.result.metrics.compute()).items()
+            if "/learned_" not in name
+        }
         for each in (whole, chosen)
-    ]
-    (ours, theirs) = (
-        {name: value for name, value in each.items() if not name.startswith(("timing/", "perf/"))}
-        for each in found
     )
     assert ours == theirs
     assert torch.equal(whole.learned[0].advantages, chosen.learned[0].advantages)
