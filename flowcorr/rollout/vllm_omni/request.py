@@ -84,17 +84,16 @@ def from_extra(extra: Mapping[str, Any] | None) -> Job | Probe:
             f"the request has no extra_args[{EXTRA!r}]: this pipeline samples training rollouts; "
             "for other requests start vllm-omni with the model's own pipeline"
         )
-    values = dict(extra[EXTRA])
+    values = _with_tuples(extra[EXTRA])
     if "probe" in values:
         return Probe(**values["probe"])
-    plan = dict(values.pop("plan"))
-    sampling = dict(plan.pop("sampling"))
-    sampling["sde_window_range"] = tuple(sampling["sde_window_range"])
-    if sampling["sde_noise_range"] is not None:
-        sampling["sde_noise_range"] = tuple(sampling["sde_noise_range"])
-    schedule = {name: tuple(entries) for name, entries in plan.pop("schedule").items()}
-    plan["latent_shape"] = tuple(plan["latent_shape"])
-    values["window"] = tuple(values["window"])
-    return Job(
-        plan=Plan(sampling=SamplingConfig(**sampling), schedule=Schedule(**schedule), **plan), **values
-    )
+    plan = values["plan"]
+    parts = {"sampling": SamplingConfig(**plan["sampling"]), "schedule": Schedule(**plan["schedule"])}
+    return Job(**{**values, "plan": Plan(**{**plan, **parts})})
+
+
+def _with_tuples(value: Any) -> Any:
+    """Plain values with a tuple in place of each list."""
+    if isinstance(value, Mapping):
+        return {name: _with_tuples(entry) for name, entry in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list | tuple) else value
