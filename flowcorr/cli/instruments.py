@@ -212,7 +212,7 @@ def _at_least(option: str, value: int | None, least: int) -> None:
 
 
 def _audit_of_recipe(arguments: argparse.Namespace, *, of_run: bool) -> Report:
-    """Audit a recipe, or with --savings the cheaper ways to sample by it; `of_run`, it is that of a run's folder."""
+    """Audit a recipe, or with --savings its cheaper ways to sample; with `of_run` the recipe of a run's folder."""
     _at_least("--batches", arguments.batches, 1)
     if arguments.allow_import:
         without = (
