@@ -137,7 +137,9 @@ def test_rewards_that_choose_are_waited_for(monkeypatch):
 
 def test_rewards_are_measured_over_all_samples_and_the_gap_over_those_that_are_learned_from(monkeypatch):
     whole, chosen = (
-        first_step(monkeypatch, *keys, OWN.format("by_place")).result.metrics.compute()
+        first_step(
+            monkeypatch, *keys, OWN.format("by_place"), "rollout.emulate=int8"
+        ).result.metrics.compute()
         for keys in (SIX, FOUR_OF_SIX)
     )
     rewards = {name for name in whole if name.startswith("reward/")}
