@@ -16,7 +16,7 @@ from flowcorr.errors import ConfigError
 from flowcorr.translate import flow_factory, flow_grpo, unresolved, verl_omni
 from flowcorr.translate.recipe import recipe_text
 from flowcorr.translate.resolved import read_overrides, read_sections, resolved
-from flowcorr.translate.table import Table, Translation, covers, flat, translate_values
+from flowcorr.translate.table import Table, Translation, covers, set_values, translate_values
 
 __all__ = ["translate"]
 
@@ -47,16 +47,20 @@ def translate(
     """
     try:
         text = _translated(source, overrides, gpus, all_keys)
+        _check(text)
     except ConfigError as error:
         raise ConfigError(" ".join(f"{error} ({source} cannot be translated)".split())) from None
+    return text
+
+
+def _check(text: str) -> None:
+    """Check that a recipe loads."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             load_text(text)
     except ConfigError as error:
-        message = f"the recipe that it becomes cannot be loaded: {error} ({source} cannot be translated)"
-        raise ConfigError(" ".join(message.split())) from None
-    return text
+        raise ConfigError(f"the recipe that it becomes cannot be loaded: {error}") from None
 
 
 def _translated(source: str, overrides: Sequence[str], gpus: int | None, all_keys: bool) -> str:
@@ -104,7 +108,7 @@ def _table(sections: Mapping[str, Any]) -> Table:
 
 def _warn_of_overrides(changed: Mapping[str, Any], translation: Translation) -> None:
     """Warn of each override from which no line of the recipe follows: its key may be mistyped."""
-    for key, value in flat(changed):
+    for key, value in set_values(changed):
         inside = any(source.startswith(f"{key}.") for source in translation.sources)
         if not covers(translation.sources, key) and not inside:
             warnings.warn(

@@ -11,88 +11,15 @@ from typing import Any
 from flowcorr.config.layers import ATTENTION, JOINT_ATTENTION, JOINT_FEED_FORWARD
 from flowcorr.errors import ConfigError
 from flowcorr.translate import rewards
-from flowcorr.translate.families import TRANSLATED
 from flowcorr.translate.rewards import Reward
-from flowcorr.translate.table import TRACKERS, Given, decay_of_one, dtype_of
+from flowcorr.translate.table import Given, dtype_of
 
-ABSENT: dict[str, Any] = {
-    "num_processes": None,
-    "mixed_precision": "bf16",
-    "rewards": None,
-    "eval_rewards": None,
-    "data.dataset_dir": "data",
-    "data.sampler_type": "auto",
-    "model.model_name_or_path": "black-forest-labs/FLUX.1-dev",
-    "model.model_type": "flux1",
-    "model.finetune_type": "full",
-    "model.master_weight_dtype": "bfloat16",
-    "model.target_components": "transformer",
-    "model.target_modules": "all",
-    "model.lora_rank": 8,
-    "model.lora_alpha": None,
-    "model.resume_path": None,
-    "model.resume_type": None,
-    "model.attn_backend": None,
-    "train.trainer_type": "grpo",
-    "train.resolution": 512,
-    "train.height": None,
-    "train.max_epochs": None,
-    "train.per_device_batch_size": 1,
-    "train.gradient_step_per_epoch": 2,
-    "train.gradient_accumulation_steps": "auto",
-    "train.max_grad_norm": 1.0,
-    "train.num_inner_epochs": 1,
-    "train.group_size": 1,
-    "train.unique_sample_num_per_epoch": 8,
-    "train.num_inference_steps": 10,
-    "train.guidance_scale": 3.5,
-    "train.negative_prompt": None,
-    "train.max_sequence_length": None,
-    "train.seed": 42,
-    "train.learning_rate": 1e-5,
-    "train.adam_weight_decay": 1e-4,
-    "train.adam_betas": [0.9, 0.999],
-    "train.adam_epsilon": 1e-8,
-    "train.enable_gradient_checkpointing": False,
-    "train.ema_decay": 0.995,
-    "train.ema_update_interval": 10,
-    "train.ema_decay_schedule": "power",
-    "train.global_std": True,
-    "train.advantage_aggregation": "gdpo",
-    "train.clip_range": 1e-4,
-    "train.adv_clip_range": 5.0,
-    "train.kl_beta": 0.0,
-    "scheduler.dynamics_type": "Flow-SDE",
-    "scheduler.noise_level": 0.7,
-    "scheduler.num_sde_steps": 1,
-    "scheduler.sde_steps": None,
-    "scheduler.num_train_steps": None,
-    "scheduler.train_steps": None,
-    "eval.resolution": 1024,
-    "eval.height": None,
-    "eval.num_inference_steps": 30,
-    "eval.guidance_scale": 3.5,
-    "eval.eval_freq": 10,
-    "log.save_freq": 10,
-    "log.logging_backend": None,
-    "logging_backend": None,
-}
-"""The values of keys that a file may lack, in Flow-Factory since February 2026."""
 TEXT_KEYS = ("train.negative_prompt", "train.max_sequence_length")
 """Keys that it declares nowhere, and hands on to the function that encodes the prompts."""
-REQUIRED = (
-    "model.model_name_or_path",
-    "model.model_type",
-    "train.trainer_type",
-    "data.dataset_dir",
-    "rewards",
-)
-SDE_TYPES = {"Flow-SDE": "sde", "Dance-SDE": "dance_sde", "CPS": "cps"}
-WHOLE_RUN = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Model:
+class Model:
     """A value of `model.model_type`.
 
     Attributes:
@@ -112,9 +39,9 @@ class _Model:
 
 
 MODELS = {
-    "sd3-5": _Model(family="sd3", tokens=256, reads=("train.negative_prompt",)),
-    "flux1": _Model(family="flux", others=JOINT_FEED_FORWARD, reads=()),
-    "flux2-klein": _Model(
+    "sd3-5": Model(family="sd3", tokens=256, reads=("train.negative_prompt",)),
+    "flux1": Model(family="flux", others=JOINT_FEED_FORWARD, reads=()),
+    "flux2-klein": Model(
         family="flux2_klein",
         others=(
             *("ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out"),
@@ -122,10 +49,10 @@ MODELS = {
         ),
         takes_references=True,
     ),
-    "qwen-image": _Model(
+    "qwen-image": Model(
         family="qwen_image", others=("img_mlp.net.0.proj", "txt_mlp.net.0.proj"), tokens=1024
     ),
-    "z-image": _Model(
+    "z-image": Model(
         family="z_image",
         attention=tuple(f"attention.{layer}" for layer in ATTENTION),
         others=("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
@@ -136,12 +63,8 @@ _OWN_ENTRIES = ("name", "reward_model", "weight")
 _OF_ITS_WORKERS = ("batch_size", "device", "dtype", "async_reward", "num_workers")
 
 
-def family(get: Given) -> str:
-    """The model's family."""
-    return _model(get).family
-
-
-def _model(get: Given) -> _Model:
+def model_of(get: Given) -> Model:
+    """The row of its model."""
     return MODELS[get("model.model_type", str).lower()]
 
 
@@ -166,18 +89,13 @@ def targets(get: Given) -> list[str] | None:
     if not adapted(get):
         return None
     if given == "default":
-        return [*_model(get).attention, *_model(get).others]
+        return [*model_of(get).attention, *model_of(get).others]
     return given if isinstance(given, list) else [given]
-
-
-def reads(get: Given, key: str) -> bool:
-    """Whether the model's prompts are encoded with this key of `TEXT_KEYS`."""
-    return key in _model(get).reads
 
 
 def takes_references(get: Given) -> bool:
     """Whether the model takes reference images, if the prompts have some."""
-    return _model(get).takes_references
+    return model_of(get).takes_references
 
 
 def references_note(get: Given) -> str:
@@ -189,28 +107,6 @@ def references_note(get: Given) -> str:
         f"train.jsonl if there is one; reference images that its lines name lie in {folder} there, and here beside the "
         "file: write their paths from it"
     )
-
-
-def tokens(get: Given) -> int:
-    """Tokens of the long text encoder."""
-    key = "train.max_sequence_length"
-    given = get(key, int | None) if reads(get, key) else None
-    return _model(get).tokens if given is None else given
-
-
-def sigmas_note(get: Given) -> str:
-    """A note on the difference between Flow-Factory's sigmas and ours for N steps."""
-    if family(get) != "sd3":
-        return ""
-    return (
-        "its N sigmas are linspace(1, 1 / N, N), shifted; here those of diffusers' SD3 pipeline, which end lower: at "
-        "N = 10, 0.009 instead of 0.25"
-    )
-
-
-def guidance(get: Given) -> float:
-    """The scale of guidance as it counts here."""
-    return get("train.guidance_scale") + TRANSLATED[family(get)].guidance_offset
 
 
 def size(get: Given, section: str, side: int) -> int:
@@ -245,11 +141,6 @@ def window_range(get: Given) -> list[int]:
     """The half-open range of the steps that may be SDE steps."""
     steps = sde_steps(get)
     return [steps[0], steps[-1] + 1]
-
-
-def draws(get: Given) -> bool:
-    """Whether a window can take several places that are not consecutive."""
-    return 1 < window_size(get) < len(sde_steps(get))
 
 
 def prompts(get: Given) -> int:
@@ -294,14 +185,6 @@ def updates(get: Given) -> int:
     if accumulated == "auto":
         return get("train.gradient_step_per_epoch")
     return batches(get) * window_size(get) // accumulated
-
-
-def ema(get: Given) -> float | None:
-    """The decay of one update; it averages every few epochs there."""
-    decay, interval = get("train.ema_decay"), get("train.ema_update_interval")
-    if decay == 0 or interval < 1:
-        return None
-    return decay_of_one(decay, interval * updates(get) * get("train.num_inner_epochs"))
 
 
 def bound(get: Given, key: str) -> float:
@@ -359,19 +242,3 @@ def prompts_file(get: Given, split: str) -> str:
     """The file of a split: `.jsonl`, or `.txt` if there is none."""
     stem = os.path.join(get("data.dataset_dir", str), split)
     return f"{stem}.{'jsonl' if os.path.isfile(os.path.expanduser(f'{stem}.jsonl')) else 'txt'}"
-
-
-def trackers(get: Given) -> list[str]:
-    """The trackers that flowcorr has too."""
-    return [name for name in TRACKERS if name == _tracker(get)]
-
-
-def trackers_note(get: Given) -> str:
-    """The tracker that it lacks."""
-    name = _tracker(get)
-    return "" if name in (None, "none", *TRACKERS) else f"without {name}"
-
-
-def _tracker(get: Given) -> str | None:
-    given = get("log.logging_backend")
-    return get("logging_backend") if given is None else given

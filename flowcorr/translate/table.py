@@ -10,13 +10,15 @@ from fnmatch import fnmatchcase
 from types import UnionType
 from typing import Any
 
-from flowcorr.config import defaults
+from flowcorr.config import defaults, dotted
 from flowcorr.config.build import KINDS
 from flowcorr.errors import ConfigError, unknown_choice
 
 _MISSING = object()
 TRACKERS = ("tensorboard", "wandb", "swanlab")
 """Trackers that flowcorr has too, under the same names."""
+WHOLE_RUN = ALL_PROMPTS = 100_000
+"""Training steps of a run that ends when it is stopped, and held-out prompts of an evaluation of all of them."""
 _SHOWN = 4
 _DTYPES = {
     "no": "float32",
@@ -27,7 +29,7 @@ _DTYPES = {
     "bf16": "bfloat16",
     "bfloat16": "bfloat16",
 }
-_OURS = defaults()
+_OURS = dotted(defaults())
 
 
 class Given:
@@ -92,37 +94,24 @@ class Given:
         return self._absent.get(key) if value is _MISSING else value
 
 
-How = Callable[[Given], Any]
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One key of a recipe: from, to, how.
+    """A value of a recipe that is not just that of one key of the other trainer.
 
     Attributes:
         sources: the other trainer's keys from which it follows; none if that trainer always behaves so.
-        key: the dotted key of the recipe.
-        how: computes its value; without it, the value of the one source is taken. None leaves the line out.
-        note: an addition to the comment, or a function that makes it.
-        when: whether the line has a meaning beside the other keys; else it is left out.
+        value: the value; None leaves the line out.
+        note: an addition to the comment.
     """
 
     sources: str | tuple[str, ...]
-    key: str
-    how: How | None = None
-    note: str | Callable[[Given], str] = ""
-    when: Callable[[Given], Any] = lambda get: True
+    value: Any
+    note: str = ""
 
     @property
     def keys(self) -> tuple[str, ...]:
         """The sources."""
         return (self.sources,) if isinstance(self.sources, str) else self.sources
-
-    def value(self, get: Given) -> Any:
-        """The value of the line; None leaves it out."""
-        if not self.when(get):
-            return None
-        return get(self.keys[0]) if self.how is None else self.how(get)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +152,7 @@ class Table:
         absent: values of keys that a configuration may lack.
         only: values with an equivalent, of keys that have no other.
         refuse: returns why flowcorr cannot run a configuration, or an empty string.
-        rows: the keys that are translated.
+        rows: returns the recipe by its dotted keys, in their order: the key that has the same meaning there, or a row.
         left: keys that are not, and may change learning, sampling, rewards or evaluations; the first match counts.
         apart: patterns of keys that change none of these in any configuration that is translated: workers, memory,
             folders, profiling, other algorithms. A key of no pattern is unknown, and named if it is set.
@@ -175,7 +164,7 @@ class Table:
     absent: Mapping[str, Any]
     only: Mapping[str, tuple[Any, ...]]
     refuse: Callable[[Given], str]
-    rows: Sequence[Row]
+    rows: Callable[[Given], Mapping[str, str | Row]]
     left: Sequence[Left]
     apart: Sequence[str]
     differences: Sequence[str]
@@ -223,27 +212,26 @@ def translate_values(values: Mapping[str, Any], table: Table) -> Translation:
     for key, known in table.only.items():
         if get(key) not in known:
             names = ", ".join(str(value) for value in known if value)
-            raise ConfigError(
-                f"{key}={get(key)} has no equivalent here{f'; flowcorr has {names}' if names else ''}"
-            )
+            hint = f"; flowcorr translates {names}" if names else ""
+            raise ConfigError(f"{key}={get(key)} has no equivalent here{hint}")
     if reason := table.refuse(get):
         raise ConfigError(reason)
+    rows = {key: row if isinstance(row, Row) else Row(row, get(row)) for key, row in table.rows(get).items()}
     lines: dict[str, Line] = {}
     sources: set[str] = set()
-    for row in table.rows:
-        value, ours = row.value(get), _at(_OURS, row.key)
+    for key, row in rows.items():
+        ours = _OURS.get(key)
         there = [source for source in row.keys if source in get]
-        if value is None or (value == ours and not there):
+        if row.value is None or (row.value == ours and not there):
             continue
-        note = row.note if isinstance(row.note, str) else row.note(get)
-        lines[row.key] = Line(value=value, comment=_comment(row, there, ours, table.name, note))
+        lines[key] = Line(value=row.value, comment=_comment(row, there, ours, table.name))
         sources.update(row.keys)
-    read: set[str] = get.asked.union(*(row.keys for row in table.rows))
+    read = get.asked.union(*(row.keys for row in rows.values()))
     left: dict[str, list[str]] = {}
     without_effect = []
     compared = {rule.pattern for rule in table.left if rule.like}
     by_default = [(key, value) for key, value in table.absent.items() if key in compared and key not in get]
-    for key, value in (*flat(values), *by_default):
+    for key, value in (*set_values(values), *by_default):
         if covers(sources, key):
             continue
         reason = "" if covers(read, key) else _reason(key, value, table, get)
@@ -263,13 +251,31 @@ def covers(keys: AbstractSet[str], key: str) -> bool:
     return any(".".join(parts[:count]) in keys for count in range(1, len(parts) + 1))
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """All values of nested mappings by their dotted keys, but for the classes that Hydra makes of sections."""
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{key}.")
-        elif key != "_target_":
-            yield f"{prefix}{key}", value
+def set_values(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """All values by their dotted keys, but for the classes that Hydra makes of sections."""
+    return ((key, value) for key, value in dotted(values).items() if not f".{key}".endswith("._target_"))
+
+
+def under(section: str, names: str) -> tuple[str, ...]:
+    """The dotted keys of a section with these names, which blanks separate."""
+    return tuple(f"{section}.{name}" for name in names.split())
+
+
+def too_small(get: Given, counts: Sequence[str], images_of_a_prompt: str) -> str:
+    """Why a run is too small for flowcorr, or an empty string.
+
+    Args:
+        get: the configuration.
+        counts: keys whose numbers must be at least 1.
+        images_of_a_prompt: the key of a number that must be at least 2.
+    """
+    for key in counts:
+        if get(key, int) < 1:
+            return f"{key}={get(key)} must be at least 1"
+    if get(images_of_a_prompt, int) < 2:
+        number = f"{images_of_a_prompt}={get(images_of_a_prompt)}"
+        return f"{number} gives an image no other to be compared with; use 2 or more"
+    return ""
 
 
 def dtype_of(get: Given, key: str) -> str:
@@ -298,20 +304,18 @@ def _reason(key: str, value: Any, table: Table, get: Given) -> str:
     )
 
 
-def _comment(row: Row, there: Sequence[str], ours: Any, name: str, note: str) -> str:
+def _comment(row: Row, there: Sequence[str], ours: Any, name: str) -> str:
     if not row.keys:
         text = f"{name} always does this; default here: {_text(ours)}"
     elif there:
         text = ", ".join(there)
     else:
         text = f"{name}'s default of {row.keys[0]}; default here: {_text(ours)}"
-    return f"{text} ({note})" if note else text
+    return f"{text} ({row.note})" if row.note else text
 
 
 def _text(value: Any) -> str:
-    return (
-        "null" if value in (None, _MISSING) else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _at(values: Any, key: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flowcorr.translate import verl_omni_values as there
-from flowcorr.translate.table import Left
+from flowcorr.translate.table import Left, under
 from flowcorr.translate.verl_omni_values import (
     ACTOR,
     ALGO,
@@ -21,20 +21,19 @@ _AHEAD = "to sample ahead of training: rollout.placement=ray with rollout.max_st
 _EVALUATED = "evaluations here draw one image a prompt, without noise, and else as sampling does"
 _REFERENCE = "the reference is the model without its adapter, in the dtype of the actor"
 _JUDGE = "the judge is served apart, and asked at temperature 0"
-_SHARDING = (
-    *("param_offload", "optimizer_offload", "offload_policy", "reshard_after_forward", "fsdp_size"),
-    *("forward_prefetch", "forward_only", "full_determinism", "seed", "strategy", "use_orig_params"),
-    *("ulysses_sequence_parallel_size", "ulysses_parallel_size", "expert_parallel_size", "wrap_policy.*"),
-    *("init_device", "enable_reentrant", "enable_activation_offload", "activation_gpu_limit"),
-)
+_SHARDING = """
+    param_offload optimizer_offload offload_policy reshard_after_forward fsdp_size forward_prefetch forward_only
+    full_determinism seed strategy use_orig_params ulysses_sequence_parallel_size ulysses_parallel_size
+    expert_parallel_size wrap_policy.* init_device enable_reentrant enable_activation_offload activation_gpu_limit
+"""
 """Keys of FSDP and VeOmni that choose where weights and activations lie."""
-_SERVING = (
-    *("load_format", "layered_summon", "free_cache_engine", "skip_tokenizer_init", "max_num_seqs"),
-    *("data_parallel_size", "pipeline_model_parallel_size", "expert_parallel_size", "disaggregation.*"),
-    *("cudagraph_capture_sizes", "disable_log_stats", "scheduling_policy", "profiler.*"),
-    *("max_num_batched_tokens", "enable_chunked_prefill", "enable_prefix_caching"),
-)
+_SERVING = """
+    load_format layered_summon free_cache_engine skip_tokenizer_init max_num_seqs data_parallel_size
+    pipeline_model_parallel_size expert_parallel_size disaggregation.* cudagraph_capture_sizes disable_log_stats
+    scheduling_policy profiler.* max_num_batched_tokens enable_chunked_prefill enable_prefix_caching
+"""
 """Keys of an engine that choose where and in what order it computes."""
+_REF, _JUDGE_ROLLOUT = "actor_rollout_ref.ref", "reward.reward_model.rollout"
 LEFT = (
     Left(f"{OPTIM}.warmup_style", "an older name of lr_scheduler_type"),
     Left(f"{OPTIM}.lr_start", "a warm-up begins at 0"),
@@ -58,12 +57,7 @@ LEFT = (
         when=there.is_veomni,
     ),
     *(
-        Left(
-            f"actor_rollout_ref.ref.{config}.{key}",
-            _REFERENCE,
-            like=f"{ACTOR}.{config}.{key}",
-            when=there.kl_coef,
-        )
+        Left(f"{_REF}.{config}.{key}", _REFERENCE, like=f"{ACTOR}.{config}.{key}", when=there.kl_coef)
         for config in ("fsdp_config", "veomni_config")
         for key in ("model_dtype", "dtype", "mixed_precision*", "*_implementation")
     ),
@@ -132,10 +126,12 @@ LEFT = (
         ("pkg://verl_omni.reward_loop.reward_manager",),
     ),
     *(
-        Left(f"reward.reward_model.rollout.{key}", _JUDGE, when=there.is_judged)
+        Left(key, _JUDGE, when=there.is_judged)
         for key in (
-            *("do_sample", "temperature", "top_k", "top_p", "ignore_eos", "prompt_length", "response_length"),
-            *("max_model_len", "limit_images", "dtype", "quantization*"),
+            *under(
+                _JUDGE_ROLLOUT, "do_sample temperature top_k top_p ignore_eos prompt_length response_length"
+            ),
+            *under(_JUDGE_ROLLOUT, "max_model_len limit_images dtype quantization*"),
         )
     ),
     Left("trainer.val_only", "evaluate a run by flowcorr eval"),
@@ -146,93 +142,34 @@ LEFT = (
     Left("skip.*.enable", "each step samples anew"),
 )
 APART = (
-    *(f"{OPTIM}.{key}" for key in ("total_training_steps", "fused")),
-    *(f"{ACTOR}.{config}.{key}" for config in ("fsdp_config", "veomni_config") for key in _SHARDING),
-    *(
-        f"actor_rollout_ref.ref.{config}.{key}"
-        for config in ("fsdp_config", "veomni_config")
-        for key in _SHARDING
-    ),
-    *(
-        f"actor_rollout_ref.ref.{key}"
-        for key in ("strategy", "rollout_n", "log_prob_*", "profiler.*", "optim.*")  # it is not trained
-    ),
-    *(
-        f"{ACTOR}.{key}"
-        for key in ("distill_loss_*", "strategy", "profiler.*", "checkpoint.*", "data_loader_seed")
-    ),
-    *(
-        f"{LOSS}.{key}" for key in ("mix_beta", "ref_kl_coef", "adaptive_weight_min", "dpo_beta")
-    ),  # of other losses
-    *(f"{MODEL}.{key}" for key in ("trust_remote_code", "use_shm", "fsdp_layer_prefixes")),
-    *(
-        f"{ROLLOUT}.{key}"
-        for key in (
-            *(
-                *_SERVING,
-                "mode",
-                "nnodes",
-                "n_gpus_per_node",
-                "checkpoint_engine.*",
-                "prometheus.*",
-                "log_prob_*",
-            ),
-            # Of language models, which none of these families samples with.
-            *(
-                "temperature",
-                "top_k",
-                "top_p",
-                "repetition_penalty",
-                "max_new_tokens",
-                "max_model_len",
-                "mtp.*",
-            ),
-            *("logprobs_mode", "llm_calculate_log_probs", "enable_rollout_routing_replay", "multi_turn.*"),
-        )
-    ),
-    *(f"algorithm.{key}" for key in ("old_policy_*", "timestep_fraction", "adv_mode")),  # of other losses
-    *("actor_rollout_ref.hybrid_engine", "actor_rollout_ref.nccl_timeout"),
-    *(
-        f"data.{key}"
-        for key in (
-            *("dataloader_num_workers", "filter_overlong_prompts_workers", "val_batch_size", "use_shm"),
-            *(
-                "validation_shuffle",
-                "trust_remote_code",
-                "return_*",
-                "max_response_length",
-                "tool_config_path",
-            ),
-            *("image_key", "image_patch_size", "video_key"),  # these families take no references
-        )
-    ),
-    *("reward.num_workers", "reward.reward_manager.source", "reward.sandbox_fusion.*"),
-    *(
-        f"reward.reward_model.{key}"
-        for key in ("enable", "enable_resource_pool", "nnodes", "n_gpus_per_node")
-    ),
-    *(
-        f"reward.reward_model.rollout.{key}"
-        for key in (
-            *_SERVING,
-            "name",
-            "n",
-            "enforce_eager",
-            "engine_kwargs*",
-            "gpu_memory_utilization",
-            "mtp",
-        )
-    ),
-    *(f"reward.reward_model.rollout.{key}" for key in ("tensor_model_parallel_size", "multi_stage_wake_up")),
-    *(
-        f"trainer.{key}"
-        for key in (
-            *("default_hdfs_dir", "default_local_dir", "del_local_ckpt_after_load", "device", "resume_mode"),
-            *("esi_redundant_time", "experiment_name", "project_name", "n_gpus_per_node", "nnodes"),
-            *("log_val_generations", "ray_master_port_range", "ray_wait_register_center_timeout"),
-            *("rollout_data_*", "validation_data_*", "val_before_train", "video_fps", "v1.*"),
-        )
-    ),
+    *under(OPTIM, "total_training_steps fused"),
+    *under(f"{ACTOR}.fsdp_config", _SHARDING),
+    *under(f"{ACTOR}.veomni_config", _SHARDING),
+    *under(f"{_REF}.fsdp_config", _SHARDING),
+    *under(f"{_REF}.veomni_config", _SHARDING),
+    *under(_REF, "strategy rollout_n log_prob_* profiler.* optim.*"),  # it is not trained
+    *under(ACTOR, "distill_loss_* strategy profiler.* checkpoint.* data_loader_seed"),
+    *under(LOSS, "mix_beta ref_kl_coef adaptive_weight_min dpo_beta"),  # of other losses
+    *under(MODEL, "trust_remote_code use_shm fsdp_layer_prefixes"),
+    *under(ROLLOUT, _SERVING),
+    *under(ROLLOUT, "mode nnodes n_gpus_per_node checkpoint_engine.* prometheus.* log_prob_*"),
+    # Of language models, which none of these families samples with.
+    *under(ROLLOUT, "temperature top_k top_p repetition_penalty max_new_tokens max_model_len mtp.*"),
+    *under(ROLLOUT, "logprobs_mode llm_calculate_log_probs enable_rollout_routing_replay multi_turn.*"),
+    *under("algorithm", "old_policy_* timestep_fraction adv_mode"),  # of other losses
+    *under("actor_rollout_ref", "hybrid_engine nccl_timeout"),
+    *under("data", "dataloader_num_workers filter_overlong_prompts_workers val_batch_size use_shm"),
+    *under("data", "validation_shuffle trust_remote_code return_* max_response_length tool_config_path"),
+    *under("data", "image_key image_patch_size video_key"),  # these families take no references
+    *under("reward", "num_workers reward_manager.source sandbox_fusion.*"),
+    *under("reward.reward_model", "enable enable_resource_pool nnodes n_gpus_per_node"),
+    *under(_JUDGE_ROLLOUT, _SERVING),
+    *under(_JUDGE_ROLLOUT, "name n enforce_eager engine_kwargs* gpu_memory_utilization mtp"),
+    *under(_JUDGE_ROLLOUT, "tensor_model_parallel_size multi_stage_wake_up"),
+    *under("trainer", "default_hdfs_dir default_local_dir del_local_ckpt_after_load device resume_mode"),
+    *under("trainer", "esi_redundant_time experiment_name project_name n_gpus_per_node nnodes"),
+    *under("trainer", "log_val_generations ray_master_port_range ray_wait_register_center_timeout"),
+    *under("trainer", "rollout_data_* validation_data_* val_before_train video_fps v1.*"),
     *("critic.*", "distillation.*", "ray_kwargs.*", "global_profiler.*", "transfer_queue.*", "hydra.*"),
-    *(f"skip.*.{key}" for key in ("action", "dump_dir", "steps")),
+    *under("skip.*", "action dump_dir steps"),
 )

@@ -6,12 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from flowcorr.config.families import find_family
 from flowcorr.errors import ConfigError
 from flowcorr.translate import rewards
 from flowcorr.translate.families import TRANSLATED, require_family
 from flowcorr.translate.rewards import Reward
-from flowcorr.translate.table import TRACKERS, Given, dtype_of
+from flowcorr.translate.table import Given, dtype_of, too_small
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 LOSS, PIPELINE, ALGO, OPTIM = (
@@ -71,30 +70,14 @@ def weights_dtype(get: Given) -> str:
     return dtype_of(get, f"{ACTOR}.{'veomni' if is_veomni(get) else 'fsdp'}_config.model_dtype")
 
 
-def adapter_dtype(get: Given) -> str | None:
-    """The dtype of the adapter's weights; None without one."""
-    if not adapted(get):
-        return None
-    return weights_dtype(get) if get(f"{MODEL}.lora_dtype") is None else dtype_of(get, f"{MODEL}.lora_dtype")
-
-
-def adapter_init(get: Given) -> str | None:
-    """How the adapter begins; None without one."""
-    if not adapted(get):
-        return None
-    return "gaussian" if get(f"{MODEL}.lora_init_weights") == "gaussian" else "kaiming"
-
-
 def autocast(get: Given) -> bool:
     """Whether weights of float32 are cast to bfloat16 to compute with."""
     precise = weights_dtype(get) == "float32"
     return precise and (is_veomni(get) or dtype_of(get, f"{ACTOR}.fsdp_config.dtype") == "bfloat16")
 
 
-def targets(get: Given) -> list[str] | None:
-    """Names of the layers that get an adapter; None without one. Raises `ConfigError` for a pattern."""
-    if not adapted(get):
-        return None
+def targets(get: Given) -> list[str]:
+    """Names of the layers that get an adapter. Raises `ConfigError` for a pattern."""
     key = f"{MODEL}.target_modules"
     given = get(key)
     if given == "all-linear":
@@ -133,23 +116,13 @@ def window_size(get: Given) -> int:
     return get(f"{ALGO}.sde_window_size", int | None) or high - low
 
 
-def guidance(get: Given) -> float:
-    """The scale of guidance that its pipeline of the family reads."""
-    return get(f"{PIPELINE}.{find_family(family(get)).guidance_key}", float | None) or 1.0
-
-
 def corrects(get: Given) -> bool:
     """Whether verl-omni measures the gap itself."""
     return bool(get(f"{CORRECTION}.bypass_mode", bool) or get(f"{ROLLOUT}.calculate_log_probs", bool))
 
 
-def updates(get: Given) -> int:
-    """Optimizer updates a pass."""
-    return get("data.train_batch_size", int) // get(f"{ACTOR}.ppo_mini_batch_size", int)
-
-
-def warmup(get: Given) -> int:
-    """Optimizer updates of the warm-up: its learning rate changes once a training step.
+def warmup(get: Given, updates: int) -> int:
+    """Optimizer updates of the warm-up: its learning rate changes once a training step, of so many `updates` a pass.
 
     Without `lr_warmup_steps`, or with 0, the ratio of the training steps counts, rounded down.
     """
@@ -157,19 +130,12 @@ def warmup(get: Given) -> int:
     if steps <= 0:
         ratio = get(f"{OPTIM}.lr_warmup_steps_ratio", float)
         steps = int(ratio * get("trainer.total_training_steps", int))
-    return steps * updates(get) * get(f"{ACTOR}.ppo_epochs", int)
+    return steps * updates * get(f"{ACTOR}.ppo_epochs", int)
 
 
 def kl_coef(get: Given) -> float:
     """The coefficient of the KL to the reference."""
     return get(f"{ACTOR}.kl_loss_coef", float) if get(f"{ACTOR}.use_kl_loss", bool) else 0.0
-
-
-def advantage_std(get: Given) -> str:
-    """The std that advantages are divided by."""
-    if not get("algorithm.norm_adv_by_std_in_grpo", bool):
-        return "none"
-    return "global" if get("algorithm.global_std", bool) else "group"
 
 
 def reward_functions(get: Given) -> list[Reward]:
@@ -231,31 +197,14 @@ def samples_ahead(get: Given) -> bool:
     return get("trainer.use_v1", bool) and get.plain("trainer.v1.trainer_mode") not in (None, "sync")
 
 
-def rewards_note(get: Given) -> str:
-    """A note to the user about the reward functions."""
-    scored = get(f"{PIPELINE}.output_type")
-    latent = "" if scored is None else f"; {PIPELINE}.output_type={scored} scores latents there, images here"
-    return rewards.note(reward_functions(get)) + latent
-
-
-def text_file(key: str) -> Any:
+def text_file(get: Given, key: str) -> str:
     """The file of prompts as text that belongs to a parquet file."""
-
-    def value(get: Given) -> str:
-        paths = get(key, list | None) or [None]
-        if paths == [None]:
-            raise ConfigError(f"{key} is not set; give the file")
-        if len(paths) > 1 or not isinstance(paths[0], str):
-            raise ConfigError(f"{key}={paths} must be one file, since flowcorr reads one; join them")
-        return re.sub(r"\.parquet$", ".txt", paths[0])
-
-    return value
-
-
-def lacking_trackers(get: Given) -> str:
-    """A note on the trackers that flowcorr lacks."""
-    lacks = [str(name) for name in get("trainer.logger", list) if name not in (*TRACKERS, "console")]
-    return f"without {', '.join(lacks)}" if lacks else ""
+    paths = get(key, list | None) or [None]
+    if paths == [None]:
+        raise ConfigError(f"{key} is not set; give the file")
+    if len(paths) > 1 or not isinstance(paths[0], str):
+        raise ConfigError(f"{key}={paths} must be one file, since flowcorr reads one; join them")
+    return re.sub(r"\.parquet$", ".txt", paths[0])
 
 
 def engine_options(get: Given) -> dict[str, Any] | None:
@@ -279,16 +228,14 @@ def refuse(get: Given) -> str:
             return f"{key}={get(key)} has no equivalent here"
     if get(f"{ROLLOUT}.name") is None:
         return f"{ROLLOUT}.name is not set, which verl-omni needs"
-    if get(f"{ROLLOUT}.n", int) < 2:
-        return f"{ROLLOUT}.n={get(f'{ROLLOUT}.n')} gives an image no other to be compared with; use 2 or more"
     if get("trainer.total_training_steps", int | None) is None:
         return (
             "trainer.total_training_steps is not set, so that the number of prompts decides; give it: "
             f"total_epochs={get('trainer.total_epochs')} times the prompts / data.train_batch_size"
         )
+    if reason := too_small(get, (f"{ACTOR}.ppo_mini_batch_size",), f"{ROLLOUT}.n"):
+        return reason
     prompts, mini = get("data.train_batch_size", int), get(f"{ACTOR}.ppo_mini_batch_size", int)
-    if mini < 1:
-        return f"{ACTOR}.ppo_mini_batch_size={mini} must be at least 1"
     if prompts % mini or prompts < 1:
         return f"data.train_batch_size={prompts} must be a multiple of {ACTOR}.ppo_mini_batch_size={mini}"
     if loss_of(get) == "flow_dppo" and not get(f"{LOSS}.add_kl_coefficient", bool):

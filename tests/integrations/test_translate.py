@@ -21,7 +21,7 @@ from flowcorr import config
 from flowcorr.errors import ConfigError
 from flowcorr.translate import translate
 from flowcorr.translate.resolved import read_sections
-from flowcorr.translate.table import flat
+from flowcorr.translate.table import set_values
 
 GPUS = (8, 24, 1)
 CHOSEN = re.compile(
@@ -49,7 +49,7 @@ def outcomes(sources, tmp_path):
         else:
             reasons[reason] += 1
             continue
-        keys = [key for key, _ in flat(read_sections(path.read_text()))]
+        keys = [key for key, _ in set_values(read_sections(path.read_text()))]
         assert [key for key in keys if key not in text and not CHOSEN.match(key)] == [], path
         recipe = tmp_path / "recipe.yaml"
         recipe.write_text(text, encoding="utf-8")

@@ -2,7 +2,8 @@
 
 import pytest
 
-from flowcorr.translate.flow_factory_values import ABSENT, MODELS, batches, prompts, updates
+from flowcorr.translate.flow_factory import TABLE
+from flowcorr.translate.flow_factory_values import MODELS, batches, prompts, updates
 from flowcorr.translate.table import Given
 from tests.translate.configs import FACTORY
 
@@ -11,7 +12,7 @@ ZERO = {"num_processes": 8, "rewards": FACTORY["rewards"]}
 
 def got(others=None, **changes):
     """A configuration: the defaults with changes of `train`, and others."""
-    return Given({**ZERO, "train": changes, **(others or {})}, ABSENT, "Flow-Factory")
+    return Given({**ZERO, "train": changes, **(others or {})}, TABLE.absent, TABLE.name)
 
 
 @pytest.mark.parametrize(

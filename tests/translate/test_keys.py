@@ -3,7 +3,7 @@
 import pytest
 
 from flowcorr.translate import translate
-from flowcorr.translate.table import flat
+from flowcorr.translate.table import set_values
 from flowcorr.translate.verl_omni import TABLE as VERL_OMNI
 from tests.translate.configs import FACTORY, GRPO, OMNI, RESOLVED, factory_yaml, loaded
 
@@ -12,7 +12,7 @@ def named(text, values):
     """The keys of a configuration that its recipe does not name."""
     return [
         key
-        for key, _ in flat(values)
+        for key, _ in set_values(values)
         if key not in text and key.partition(".")[0] not in ("rewards", "reward_fn")
     ]
 

@@ -24,21 +24,20 @@ from tests.translate.configs import FACTORY, GRPO, RESOLVED
 def test_each_row_has_the_values_that_it_reads(table, values):
     """Of verl-omni and flow_grpo, which resolve all keys, only the keys of some versions have values of their own."""
     get = Given(values, table.absent, table.name)
-    missing = {
-        source
-        for row in table.rows
-        for source in row.keys
-        if source not in get and source not in table.absent
-    }
+    rows = table.rows(get).values()
+    sources = {source for row in rows for source in (row.keys if isinstance(row, Row) else (row,))}
+    missing = {source for source in sources if source not in get and source not in table.absent}
     assert missing <= {"actor_rollout_ref.actor.veomni_config.model_dtype"}
 
 
 def table(**changes):
-    rows = (
-        Row("optim.lr", "actor.lr"),
-        Row("group", "rollout.n", None, "images of a prompt"),
-        Row((), "actor.kl_coef", lambda get: 0.0),
-    )
+    def rows(get):
+        return {
+            "actor.lr": "optim.lr",
+            "rollout.n": Row("group", get("group"), "images of a prompt"),
+            "actor.kl_coef": Row((), 0.0),
+        }
+
     fields = {
         "name": "other",
         "required": (),
@@ -110,21 +109,19 @@ def test_a_rule_may_have_a_neutral_value_of_its_own(value, named):
 
 
 def test_a_key_that_makes_no_line_is_counted():
-    rows = (Row("group", "rollout.n", lambda get: get("group") and None),)
-    found = translate_values({"group": 8}, table(rows=rows, left=(Left("*", "why"),)))
+    found = translate_values(
+        {"group": 8}, table(rows=lambda get: {"rollout.n": Row("group", None)}, left=(Left("*", "why"),))
+    )
     assert (found.left, found.without_effect) == ({}, ["group=8"])
 
 
-def test_a_note_may_depend_on_the_values():
-    rows = (Row("group", "rollout.n", None, lambda get: f"{get('group')} images"),)
-    assert translate_values({"group": 8}, table(rows=rows)).lines["rollout.n"].comment == "group (8 images)"
-
-
 def test_a_section_may_be_a_source():
-    rows = (Row("rewards", "reward.terms", lambda get: [{"name": name} for name in get("rewards")]),)
-    found = translate_values({"rewards": {"ocr": {"weight": 1}}}, table(rows=rows))
+    given = {"rewards": {"ocr": {"weight": 1}}}
+    found = translate_values(
+        given, table(rows=lambda get: {"reward.terms": Row("rewards", [*get("rewards")])})
+    )
     assert (found.lines["reward.terms"].value, found.left, found.without_effect) == (
-        [{"name": "ocr"}],
+        ["ocr"],
         {},
         [],
     )
@@ -200,12 +197,6 @@ def test_a_value_is_of_the_type_that_is_asked_for(kind, value, found):
 def test_a_value_of_another_type_or_one_that_is_not_finite_is_refused(given, named):
     with pytest.raises(ConfigError, match=f"^{named}$"):
         translate_values(given, table())
-
-
-def test_of_two_rows_of_a_line_only_the_one_that_makes_it_has_sources():
-    rows = (Row("group", "rollout.n", lambda get: None), Row("optim.lr", "rollout.n", lambda get: 8))
-    found = translate_values({"group": 4, "optim": {"lr": 0.1}}, table(rows=rows))
-    assert found.lines["rollout.n"].comment == "optim.lr"
 
 
 def test_names_of_dtypes():
