@@ -9,14 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 
 import flowcorr
 from flowcorr.config import yaml_text
 from flowcorr.config.build import build, to_mapping
 from flowcorr.config.older_verl import translate_algorithm
-from flowcorr.config.overrides import reason_of, redact_override, resolved
+from flowcorr.config.overrides import created, redact_override, resolved
 from flowcorr.config.rules import check, warn
 from flowcorr.config.schema import Config
 from flowcorr.config.text_file import read_text
@@ -180,10 +179,7 @@ def _parsed(text: str) -> DictConfig:
         raise ConfigError("the recipe is empty; name at least the model, such as model: {path: tiny_ocr}")
     if not isinstance(values, dict):
         raise ConfigError(f"a recipe must hold sections of keys, and this is a {type(values).__name__}")
-    try:
-        return OmegaConf.create(values)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key or 'a key'} cannot be read: {reason_of(error)}") from None
+    return created(values)
 
 
 def _translate(values: Mapping[str, Any]) -> Mapping[str, Any]:

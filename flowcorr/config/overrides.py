@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -14,12 +13,10 @@ from omegaconf.errors import OmegaConfBaseException
 from flowcorr.config import yaml_text
 from flowcorr.config.build import to_mapping
 from flowcorr.config.older_verl import FLAT_KEYS
-from flowcorr.config.schema import LoraConfig
+from flowcorr.config.rules import warn_of_other_scale
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.errors import ConfigError
 from flowcorr.private import REDACTED, names_secret, redact
-
-logger = logging.getLogger(__name__)
 
 _CORRECTION = "algorithm.rollout_correction"
 _INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
@@ -39,20 +36,19 @@ def resolved(config: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
     Warns:
         UserWarning: a preset takes the place of keys of the recipe.
     """
-    num_interpolations = sum(
-        len(_INTERPOLATION.findall(text)) for text in (*_texts(OmegaConf.to_container(config)), *overrides)
-    )
+    recipe = OmegaConf.to_container(config)
+    texts = [text for text in yaml_text.leaves(recipe) if isinstance(text, str)]
+    num_interpolations = sum(len(_INTERPOLATION.findall(text)) for text in (*texts, *overrides))
     if num_interpolations > _MAX_INTERPOLATIONS:
         raise ConfigError(
             f"{num_interpolations} interpolations ${{...}} are more than the {_MAX_INTERPOLATIONS} that a recipe may "
             "hold; write their values out"
         )
-    recipe = _numbers_of_lora(config)
     _give_way_to_preset(config, overrides)
     _check_blanks(overrides)
     for override in overrides:
         _override(config, override)
-    _say_other_scale(recipe, _numbers_of_lora(config))
+    warn_of_other_scale(recipe, OmegaConf.to_container(config))
     try:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -114,31 +110,6 @@ def _override(config: DictConfig, override: str) -> None:
         ) from None
 
 
-def _numbers_of_lora(config: DictConfig) -> dict[str, float]:
-    """Rank and alpha of a recipe, with defaults for missing ones; empty if one is no number yet."""
-    model = OmegaConf.to_container(config).get("model")  # type: ignore[union-attr]
-    lora = model.get("lora") if isinstance(model, dict) else None
-    stated = lora if isinstance(lora, dict) else {}
-    numbers = {key: stated.get(key, getattr(LoraConfig(), key)) for key in ("rank", "alpha")}
-    return numbers if all(type(number) in (int, float) for number in numbers.values()) else {}
-
-
-def _say_other_scale(recipe: Mapping[str, float], run: Mapping[str, float]) -> None:
-    """Warn of an override of the rank alone, which changes `alpha / rank` of the recipe or of the defaults."""
-    default = {"rank": LoraConfig().rank, "alpha": LoraConfig().alpha}
-    for before, origin in ((recipe, "the recipe"), (default, "the default")):
-        if not before or not run or 0 in (before["rank"], run["rank"]):
-            continue
-        if run["alpha"] == before["alpha"] and run["rank"] != before["rank"]:
-            scale = before["alpha"] / before["rank"]
-            logger.warning(
-                "model.lora.rank=%g beside alpha %g of %s scales the adapter by %g instead of %g; model.lora.alpha=%g "
-                "keeps the scale",
-                *(run["rank"], run["alpha"], origin, run["alpha"] / run["rank"], scale, scale * run["rank"]),
-            )
-            return
-
-
 def _give_way_to_preset(config: DictConfig, overrides: Sequence[str]) -> None:
     """Empty the recipe's section of rollout correction if an override names a preset."""
     given = [override.partition("=") for override in overrides]
@@ -163,13 +134,16 @@ def _give_way_to_preset(config: DictConfig, overrides: Sequence[str]) -> None:
         OmegaConf.update(config, _CORRECTION, {}, merge=False)
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """All strings in plain data."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _texts(item)
+def created(values: Mapping[Any, Any]) -> DictConfig:
+    """Plain values as OmegaConf holds them, with interpolations that are not resolved yet.
+
+    Raises:
+        ConfigError: a key, or an interpolation, cannot be read.
+    """
+    try:
+        return OmegaConf.create(dict(values))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key or 'a key'} cannot be read: {reason_of(error)}") from None
 
 
 def reason_of(error: Exception) -> str:

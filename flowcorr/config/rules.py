@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
+from typing import Any
 
 from flowcorr.config.engines import SEVERAL_GPUS, resolve_engine, trains_coarser
-from flowcorr.config.schema import ActorConfig, Config
+from flowcorr.config.schema import ActorConfig, Config, LoraConfig
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.errors import ConfigError
 from flowcorr.losses import LOSS_KEYS, loss_of, resolve_loss
+
+logger = logging.getLogger(__name__)
 
 _CORRECTION = "algorithm.rollout_correction"
 _SIGNIFICANT_BITS = {"bfloat16": 8, "float16": 11}
@@ -50,6 +54,35 @@ def warn(config: Config) -> None:
         value = attrgetter(key)(config)
         if value != attrgetter(key)(default):
             warnings.warn(f"{key}={value} has no effect: {reason}", UserWarning, stacklevel=2)
+
+
+def warn_of_other_scale(recipe: Any, run: Any) -> None:
+    """Log a rank of the adapter that is set alone, which changes `alpha / rank` of the recipe or of the defaults.
+
+    Args:
+        recipe, run: plain values of the recipe, before and after overrides; they are not checked yet.
+    """
+    default, after = _rank_and_alpha({}), _rank_and_alpha(run)
+    for before, origin in ((_rank_and_alpha(recipe), "the recipe"), (default, "the default")):
+        if before is None or after is None or 0 in (before[0], after[0]):
+            continue
+        if after[1] == before[1] and after[0] != before[0]:
+            (rank, alpha), scale = after, before[1] / before[0]
+            logger.warning(
+                "model.lora.rank=%g beside alpha %g of %s scales the adapter by %g instead of %g; model.lora.alpha=%g "
+                "keeps the scale",
+                *(rank, alpha, origin, alpha / rank, scale, scale * rank),
+            )
+            return
+
+
+def _rank_and_alpha(values: Any) -> tuple[float, float] | None:
+    """Rank and alpha of the adapter in plain values, with defaults for missing ones; None if one is no number yet."""
+    for section in ("model", "lora"):
+        values = values.get(section) if isinstance(values, dict) else None
+    stated = values if isinstance(values, dict) else {}
+    rank, alpha = (stated.get(key, getattr(LoraConfig(), key)) for key in ("rank", "alpha"))
+    return (rank, alpha) if {type(rank), type(alpha)} <= {int, float} else None
 
 
 def check_ranks(config: Config, ranks: int) -> None:

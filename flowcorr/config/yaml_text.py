@@ -27,13 +27,15 @@ _SCALARS = (
         "-+.0123456789",
     ),
 )
-_MAX_VALUES, _MAX_LEVELS, _MAX_DIGITS = 20_000, 50, 19
-_TOO_MUCH = f"with its aliases it holds more than {_MAX_VALUES} values, or {_MAX_LEVELS} levels"
+MAX_VALUES, MAX_LEVELS = 20_000, 50
+"""More than any configuration needs."""
+_MAX_DIGITS = 19
+_TOO_MUCH = f"with its aliases it holds more than {MAX_VALUES} values, or {MAX_LEVELS} levels"
 
 
 class _Bounded(yaml.SafeLoader):
     def fetch_flow_collection_start(self, kind: type[yaml.Token]) -> None:
-        if self.flow_level >= _MAX_LEVELS:  # PyYAML's time grows with the square of open brackets
+        if self.flow_level >= MAX_LEVELS:  # PyYAML's time grows with the square of open brackets
             raise _refused(_TOO_MUCH, self)
         super().fetch_flow_collection_start(kind)
 
@@ -45,8 +47,8 @@ class _Bounded(yaml.SafeLoader):
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         super().flatten_mapping(node)
-        if len(node.value) > _MAX_VALUES:  # before 6.0.4, PyYAML copies a pair each time that `<<` names it
-            raise _refused(f"with its merges it holds more than {_MAX_VALUES} values", node)
+        if len(node.value) > MAX_VALUES:  # before 6.0.4, PyYAML copies a pair each time that `<<` names it
+            raise _refused(f"with its merges it holds more than {MAX_VALUES} values", node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
@@ -88,6 +90,15 @@ def _values(data: Any, level: int = 0) -> Iterator[int]:
     parts = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
     for part in parts:
         yield from _values(part, level + 1)
+
+
+def leaves(data: Any) -> Iterator[Any]:
+    """All values in plain data that are neither mappings nor lists."""
+    if isinstance(data, dict | list | tuple):
+        for part in data.values() if isinstance(data, dict) else data:
+            yield from leaves(part)
+    else:
+        yield data
 
 
 class _Loader(_Bounded):
@@ -157,7 +168,7 @@ def _load(text: str, loader: type[_Bounded]) -> Any:
         raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise ConfigError(f"not valid YAML: {_TOO_MUCH}") from None
-    if any(number >= _MAX_VALUES or level >= _MAX_LEVELS for number, level in enumerate(_values(data))):
+    if any(number >= MAX_VALUES or level >= MAX_LEVELS for number, level in enumerate(_values(data))):
         raise ConfigError(f"not valid YAML: {_TOO_MUCH}")
     return data
 

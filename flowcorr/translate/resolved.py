@@ -16,7 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from flowcorr.config import yaml_text
 from flowcorr.config.load import without_interpolation
-from flowcorr.config.overrides import redact_override
+from flowcorr.config.overrides import created, reason_of, redact_override
+from flowcorr.config.yaml_text import MAX_LEVELS, MAX_VALUES
 from flowcorr.errors import ConfigError
 
 _ROOT = "actor_rollout_ref:"
@@ -30,7 +31,7 @@ _SCRIPT = re.compile(
 _OF_WANDB = ("_wandb", "wandb_version")
 _CHOSEN = ("reward_fn", "rewards", "eval_rewards", "reward.reward_functions")
 """Sections of names that the user chooses; an override of one replaces it."""
-_MAX_VALUES, _MAX_LEVELS, _MAX_JOINED = 20_000, 50, 24
+_MAX_JOINED = 24
 
 
 def printed_by(script: Path | str) -> str:
@@ -116,27 +117,20 @@ def resolved(values: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str,
     Raises:
         ConfigError: an override cannot be set, or the references make more values than a configuration can need.
     """
-    config = _created(values)
+    config = created(values)
     for key, value in changed.items():
         try:
             OmegaConf.update(config, key, value, merge=value != {} and key not in _CHOSEN)
         except (OmegaConfBaseException, IndexError, ValueError) as error:
             shown = redact_override(f"{key}={value}")
-            raise ConfigError(f"{shown} cannot be set: {_reason(error)}") from None
+            raise ConfigError(f"{shown} cannot be set: {reason_of(error)}") from None
     counts = [0, 0]
-    config = _created(_other_references_as_text(OmegaConf.to_container(config), counts))
+    config = created(_other_references_as_text(OmegaConf.to_container(config), counts))
     if counts[1] > _MAX_JOINED:
         raise ConfigError(
             f"{counts[1]} references inside text are more than {_MAX_JOINED}; write their values out"
         )
     return _plain(config, counts)
-
-
-def _created(values: Any) -> DictConfig:
-    try:
-        return OmegaConf.create(dict(values))
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key or 'a key'} cannot be read: {_reason(error)}") from None
 
 
 def _other_references_as_text(value: Any, counts: list[int]) -> Any:
@@ -159,9 +153,9 @@ def _plain(node: DictConfig | ListConfig, counts: list[int], level: int = 0) -> 
     resolved = {}
     for name in names:
         counts[0] += 1
-        if counts[0] > _MAX_VALUES or level > _MAX_LEVELS:
+        if counts[0] > MAX_VALUES or level > MAX_LEVELS:
             raise ConfigError(
-                f"with its references it holds more than {_MAX_VALUES} values, or {_MAX_LEVELS} levels"
+                f"with its references it holds more than {MAX_VALUES} values, or {MAX_LEVELS} levels"
             )
         try:
             value = node[name]
@@ -172,7 +166,3 @@ def _plain(node: DictConfig | ListConfig, counts: list[int], level: int = 0) -> 
             _plain(value, counts, level + 1) if isinstance(value, DictConfig | ListConfig) else value
         )
     return resolved if isinstance(node, DictConfig) else list(resolved.values())
-
-
-def _reason(error: Exception) -> str:
-    return str(error).partition("\n")[0]

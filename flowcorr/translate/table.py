@@ -12,6 +12,7 @@ from typing import Any
 
 from flowcorr.config import defaults, dotted
 from flowcorr.config.build import KINDS
+from flowcorr.config.yaml_text import leaves
 from flowcorr.errors import ConfigError, unknown_choice
 
 _MISSING = object()
@@ -65,7 +66,7 @@ class Given:
                     f"it does not hold {key}, as every resolved configuration of {self._trainer} does"
                 )
             return self._absent[key]
-        for part in _leaves(value):
+        for part in leaves(value):
             if isinstance(part, str) and ("$" in part or part == "???"):
                 raise ConfigError(f"{key}={part} is not resolved; give its value as an override, {key}=VALUE")
             if isinstance(part, float) and not math.isfinite(part):
@@ -324,11 +325,3 @@ def _at(values: Any, key: str) -> Any:
             return _MISSING
         values = values[name]
     return values
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping | list | tuple):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _leaves(part)
-    else:
-        yield value

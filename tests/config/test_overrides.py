@@ -156,27 +156,3 @@ def test_an_error_shows_overrides_without_their_secrets(bare, overrides, named):
     with pytest.raises(ConfigError, match=named) as caught:
         load(bare, overrides)
     assert "sesame" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("lora", "overrides", "said"),
-    [
-        ("{rank: 64}", (), "rank=64 beside alpha 32 of the default scales the adapter by 0.5 instead of 2"),
-        (
-            "{rank: 64, alpha: 128}",
-            ("model.lora.rank=16",),
-            "alpha 128 of the recipe scales the adapter by 8",
-        ),
-        ("{rank: 64, alpha: 128}", (), ""),
-        ("{rank: 64}", ("model.lora.alpha=128",), ""),
-        ("{rank: 64, alpha: 128}", ("model.lora.rank=16", "model.lora.alpha=32"), ""),
-        ("{rank: 0}", (), ""),
-        ("{alpha: 8}", (), ""),
-    ],
-)
-def test_a_rank_that_alone_changes_the_scale_is_said(tmp_path, caplog, lora, overrides, said):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(f"model: {{path: tiny_ocr, lora: {lora}}}\n")
-    load(path, overrides)
-    assert len(caplog.messages) == bool(said)
-    assert said in caplog.text

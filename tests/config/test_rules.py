@@ -3,7 +3,7 @@ import warnings
 
 import pytest
 
-from flowcorr.config import load_mapping
+from flowcorr.config import load, load_mapping
 from flowcorr.errors import ConfigError
 
 BYPASS = {"algorithm": {"rollout_correction": {"preset": "bypass_ppo_clip"}}}
@@ -261,3 +261,25 @@ def test_measured_bands_of_steps_warn_where_the_window_is_clipped(modes, level, 
         warnings.simplefilter("always")
         load_mapping(values)
     assert any(modes in str(warning.message) for warning in caught) == warns
+
+
+@pytest.mark.parametrize(
+    ("lora", "overrides", "said"),
+    [
+        ("{rank: 64}", (), "rank=64 beside alpha 32 of the default scales the adapter by 0.5 instead of 2"),
+        (
+            "{rank: 64, alpha: 128}",
+            ("model.lora.rank=16",),
+            "alpha 128 of the recipe scales the adapter by 8",
+        ),
+        ("{rank: 64, alpha: 128}", (), ""),
+        ("{rank: 64}", ("model.lora.alpha=128",), ""),
+        ("{rank: 64, alpha: 128}", ("model.lora.rank=16", "model.lora.alpha=32"), ""),
+        ("{rank: 0}", (), ""),
+        ("{alpha: 8}", (), ""),
+    ],
+)
+def test_a_rank_that_alone_changes_the_scale_is_said(recipe, caplog, lora, overrides, said):
+    load(recipe(f"model: {{lora: {lora}}}"), overrides)
+    assert len(caplog.messages) == bool(said)
+    assert said in caplog.text

@@ -14,7 +14,7 @@ from tests.trainer.runs import STALE, Recorder, small_config
 @pytest.fixture(autouse=True)
 def no_word_on_the_scale(monkeypatch):
     """Small runs change the rank alone, and with it the adapter's scale, which `load` says."""
-    monkeypatch.setattr(logging.getLogger("flowcorr.config.overrides"), "disabled", True)
+    monkeypatch.setattr(logging.getLogger("flowcorr.config.rules"), "disabled", True)
 
 
 @pytest.fixture(scope="session")

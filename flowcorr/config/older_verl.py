@@ -1,7 +1,8 @@
-"""Three generations of verl's keys, under `algorithm` itself as well as under `algorithm.rollout_correction`.
+"""Verl's older rollout correction: three generations of keys, functions of the first, and its names of metrics.
 
-Each translation is announced by a `FutureWarning`, which Python shows to users by default, with the keys to write
-instead.
+The keys stand under `algorithm` itself as well as under `algorithm.rollout_correction`. Each translation is announced
+by a `FutureWarning`, which Python shows to users by default, with the keys to write instead. They are read without
+torch.
 """
 
 from __future__ import annotations
@@ -10,13 +11,28 @@ import math
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from flowcorr import correction
 from flowcorr.correction import RolloutCorrectionConfig
-from flowcorr.correction.bounds import IS_LEVELS, RS_ALIASES, SECTION, parse_band, parse_modes
+from flowcorr.correction.bounds import (
+    IS_LEVELS,
+    RS_ALIASES,
+    SECTION,
+    Band,
+    parse_band,
+    parse_modes,
+    parse_weights,
+    scale_factor,
+)
 from flowcorr.errors import ConfigError, unknown_choice
 
-IS_MODES = ("truncate", "mask")
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flowcorr.metrics import Metrics
+
+_IS_MODES = ("truncate", "mask")
 _OLD_VETO = "1e-4"
 _FIRST_DIALECT = (
     "rollout_is_level",
@@ -42,6 +58,24 @@ _SHARED = (
 )
 FLAT_KEYS = (*_SHARED, *_FIRST_DIALECT, *_LATER_DIALECTS)
 """The keys of correction that dialects had under `algorithm` itself."""
+_OF_DRIFT = (
+    "kl",
+    "k3_kl",
+    "training_ppl",
+    "training_log_ppl",
+    "rollout_ppl",
+    "rollout_log_ppl",
+    "log_ppl_diff",
+    "log_ppl_abs_diff",
+    "log_ppl_diff_max",
+    "log_ppl_diff_min",
+    "ppl_ratio",
+)
+# The first dialect masked by its weights.
+_OF_MASK = {
+    "rollout_rs_masked_fraction": "rollout_is_masked_fraction",
+    "rollout_rs_seq_masked_fraction": "rollout_is_seq_masked_fraction",
+}
 
 
 def translate_algorithm(algorithm: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,7 +127,7 @@ def _is_older(section: Mapping[str, Any]) -> bool:
 def _announced(mapping: Mapping[str, Any], moved: Sequence[str] = ()) -> dict[str, Any]:
     """The keys translated, with warnings that name the older ones, and today's that stood under `algorithm`."""
     is_first = _is_first_dialect(mapping, was_flat=bool(moved))
-    translated = _from_later_dialects(from_first_dialect(dict(mapping)) if is_first else dict(mapping))
+    translated = _from_later_dialects(_from_first_dialect(dict(mapping)) if is_first else dict(mapping))
     redefined = ("rollout_is", "rollout_is_threshold") if is_first else ()
     kept = [
         key
@@ -150,7 +184,7 @@ def _is_first_dialect(old: Mapping[str, Any], *, was_flat: bool) -> bool:
     return has_level_key or (was_flat and not names_level and "rollout_is_threshold" in old)
 
 
-def from_first_dialect(old: dict[str, Any]) -> dict[str, Any]:
+def _from_first_dialect(old: dict[str, Any]) -> dict[str, Any]:
     """Read the dialect in which a threshold turned the weights on and a boolean, false by default, applied them."""
     level = old.pop("rollout_is_level", None) or "token"
     mode = old.pop("rollout_is_mode", None) or "truncate"
@@ -163,8 +197,8 @@ def from_first_dialect(old: dict[str, Any]) -> dict[str, Any]:
         apply = bool(_flag(old, "rollout_is"))
     if level not in IS_LEVELS:
         raise ConfigError(unknown_choice(f"{SECTION}.rollout_is_level", level, IS_LEVELS))
-    if mode not in IS_MODES:
-        raise ConfigError(unknown_choice(f"{SECTION}.rollout_is_mode", mode, IS_MODES))
+    if mode not in _IS_MODES:
+        raise ConfigError(unknown_choice(f"{SECTION}.rollout_is_mode", mode, _IS_MODES))
     if upper is None:
         return {"rollout_is": None, **old}
     new: dict[str, Any] = {"rollout_is": level, "rollout_is_threshold": upper}
@@ -255,3 +289,128 @@ def _yaml(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return ".inf" if value == math.inf else str(value)
+
+
+def older_metrics(
+    metrics: Metrics,
+    target_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    mask: Tensor | None,
+    config: RolloutCorrectionConfig,
+    num_elements: int | None = None,
+) -> Metrics:
+    """The metrics of a correction under the names of verl's first dialect, `mismatch/*`, as far as it had them.
+
+    In that dialect's mode `mask`, fractions of weights count against the band of the rejection.
+
+    Args:
+        metrics: of the correction, `rollout_corr/*`.
+        target_log_prob, rollout_log_prob, mask: `[B, T]`, as the correction got them.
+        config: the correction.
+        num_elements: `D`, which some log-ratio scales need.
+    """
+    from flowcorr.correction import describe
+    from flowcorr.correction.ratios import log_ratios
+    from flowcorr.correction.weights import raw_weights
+    from flowcorr.metrics import Metrics
+
+    band = _mask_band(config)
+
+    def older(name: str) -> str | None:
+        name = name.removeprefix("rollout_corr/")
+        if band is not None and name.endswith(("_fraction_high", "_fraction_low")):
+            return None
+        if name in _OF_DRIFT:
+            return f"mismatch/mismatch_{name}"
+        is_of_weights = name.startswith("rollout_is_") and name != "rollout_is_batch_norm_factor"
+        return f"mismatch/{_OF_MASK.get(name, name)}" if is_of_weights or name in _OF_MASK else None
+
+    renamed = metrics.renamed(older)
+    if band is None:
+        return renamed
+    assert config.rollout_is is not None
+    scale = scale_factor(config.log_ratio_scale, num_elements)
+    ratios = log_ratios(target_log_prob, rollout_log_prob, mask, scale=scale)
+    shares = describe.outside_band(ratios, raw_weights(config.rollout_is, ratios), band)
+    return renamed.merge(Metrics(shares).prefixed("mismatch/"))
+
+
+def _mask_band(config: RolloutCorrectionConfig) -> Band | None:
+    """The band of ratios outside of which a correction masks weights that have no cap; else None."""
+    cap = parse_weights(config.rollout_is, config.rollout_is_threshold)
+    bands = [mode for mode in config.criteria if mode.mode.bounds.is_band and not mode.auto]
+    if config.rollout_is is None or cap != math.inf or not bands:
+        return None
+    return math.exp(-bands[0].upper), math.exp(-bands[0].lower)
+
+
+def compute_rollout_importance_weights(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    rollout_is_level: str = "token",
+    rollout_is_mode: str = "truncate",
+    rollout_is_threshold: float | None = None,
+    rollout_is_threshold_lower: float | None = None,
+    rollout_is_veto_threshold: float | None = None,
+) -> tuple[Tensor | None, Tensor, dict[str, float]]:
+    """Weights, mask and metrics under the names of the first dialect; None, the mask and {} without a threshold.
+
+    The mask has the dtype of `response_mask`; metrics are the `mismatch/*` ones.
+    """
+    if rollout_is_threshold is None:
+        return None, response_mask, {}
+    keys = _from_first_dialect(
+        {
+            "rollout_is": True,
+            "rollout_is_level": rollout_is_level,
+            "rollout_is_mode": rollout_is_mode,
+            "rollout_is_threshold": rollout_is_threshold,
+            "rollout_is_threshold_lower": rollout_is_threshold_lower,
+            "rollout_is_veto_threshold": rollout_is_veto_threshold,
+        }
+    )
+    config = RolloutCorrectionConfig(**keys)
+    log_probs = (old_log_prob, rollout_log_prob, response_mask)
+    corrected = correction.compute_rollout_correction_and_rejection_mask(*log_probs, **config.options)
+    metrics = older_metrics(corrected.metrics, *log_probs, config).compute()
+    return corrected.weights, corrected.keep.to(response_mask.dtype), metrics
+
+
+def compute_offpolicy_metrics(
+    old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
+) -> dict[str, float]:
+    """The drift's diagnostics without a prefix, as verl names them.
+
+    Without the rollout's log-probs, only the perplexity of the old policy, as in verl.
+    """
+    metrics = correction.compute_rollout_correction_and_rejection_mask(
+        old_log_prob, old_log_prob if rollout_log_prob is None else rollout_log_prob, response_mask
+    ).metrics
+    named = {name.removeprefix("rollout_corr/"): value for name, value in metrics.compute().items()}
+    if rollout_log_prob is None:
+        return {name: value for name, value in named.items() if name.startswith("training_")}
+    return named
+
+
+def compute_rollout_rejection_mask(
+    log_ratio: Tensor,
+    response_mask: Tensor,
+    rollout_rs: str = "token_k1",
+    rollout_rs_threshold: str | float | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """The mask after rejection by log-ratios `[B, T]`, and its metrics without a prefix.
+
+    Bands of k1 are bands of ratios, as everywhere in flowcorr; verl takes them of the reciprocal.
+    """
+    corrected = correction.compute_rollout_correction_and_rejection_mask(
+        log_ratio,
+        log_ratio.new_zeros(log_ratio.shape),
+        response_mask,
+        rollout_rs=rollout_rs,
+        rollout_rs_threshold=rollout_rs_threshold,
+    )
+    metrics = corrected.metrics.compute()
+    chosen = {name: value for name, value in metrics.items() if name.startswith("rollout_corr/rollout_rs_")}
+    mask = corrected.keep.to(response_mask.dtype)
+    return mask, {name.removeprefix("rollout_corr/"): value for name, value in chosen.items()}
