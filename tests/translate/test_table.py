@@ -8,12 +8,12 @@ import pytest
 from flowcorr.errors import ConfigError
 from flowcorr.translate.flow_factory import TABLE as FLOW_FACTORY
 from flowcorr.translate.flow_grpo import TABLE as FLOW_GRPO
+from flowcorr.translate.resolved import resolved
 from flowcorr.translate.table import Given, Left, Row, Table, decay_of_one, dtype_of, translate_values
 from flowcorr.translate.verl_omni import TABLE as VERL_OMNI
 from tests.translate.configs import FACTORY, GRPO, RESOLVED
 
-
-@pytest.mark.parametrize(
+SOURCES = pytest.mark.parametrize(
     ("table", "values"),
     [
         (VERL_OMNI, RESOLVED | {"trainer": {**RESOLVED["trainer"], "save_freq": 0}}),
@@ -21,13 +21,25 @@ from tests.translate.configs import FACTORY, GRPO, RESOLVED
         (FLOW_FACTORY, FACTORY),
     ],
 )
+
+
+@SOURCES
 def test_each_row_has_the_values_that_it_reads(table, values):
     """Of verl-omni and flow_grpo, which resolve all keys, only the keys of some versions have values of their own."""
+    values = resolved(values, {})
     get = Given(values, table.absent, table.name)
     rows = table.rows(get).values()
     sources = {source for row in rows for source in (row.keys if isinstance(row, Row) else (row,))}
     missing = {source for source in sources if source not in get and source not in table.absent}
     assert missing <= {"actor_rollout_ref.actor.veomni_config.model_dtype"}
+
+
+@SOURCES
+def test_other_values_of_keys_that_have_few_equivalents_are_refused(table, values):
+    for key, known in table.only.items():
+        other = {bool: True, float: 1.0}.get(type(known[0]), "other")
+        with pytest.raises(ConfigError, match=f"^{re.escape(key)}={other} has no equivalent here"):
+            translate_values(resolved(values, {key: other}), table)
 
 
 def table(**changes):

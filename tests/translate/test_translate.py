@@ -81,18 +81,6 @@ def test_a_file_of_something_else_is_never_filled_with_defaults(tmp_path, text, 
         translate(written(tmp_path, text))
 
 
-@pytest.mark.parametrize("key", [f"{OMNI}actor.optim.lr", "algorithm.global_std", "trainer.test_freq"])
-def test_a_resolved_file_without_a_key_is_refused(tmp_path, key):
-    values = yaml.safe_load(omni_yaml())
-    *sections, name = key.split(".")
-    place = values
-    for section in sections:
-        place = place[section]
-    del place[name]
-    with pytest.raises(ConfigError, match=f"not hold {re.escape(key)}, "):
-        translate(written(tmp_path, yaml.safe_dump(values)))
-
-
 @pytest.mark.parametrize(
     ("name", "text", "named"),
     [
@@ -120,18 +108,6 @@ def test_no_variable_of_the_environment_reaches_a_recipe(tmp_path, monkeypatch):
             translate(written(tmp_path, json.dumps(values), "a.json"), gpus=4)
 
 
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        ("reward.custom_reward_function.reward_kwargs=3", r"\.reward_kwargs=3 .* section"),
-        ("data.train_files.x=1", r"^data\.train_files.* one file"),
-    ],
-)
-def test_values_that_no_run_can_have(omni_file, override, named):
-    with pytest.raises(ConfigError, match=named):
-        translate(omni_file, [override])
-
-
 def test_overrides_are_for_every_source_and_gpus_for_one(grpo, omni_file, tmp_path):
     found = loaded(tmp_path, translate(grpo, ["sample.num_steps=12", "train.beta=0"], gpus=2))
     assert (found.sampling.num_inference_steps, found.actor.kl_coef) == (12, 0)
@@ -151,17 +127,13 @@ def test_an_override_may_be_of_a_whole_section(omni_file, tmp_path):
     assert [term.name for term in found.reward.terms] == ["ocr"]
 
 
-def test_an_override_counts_before_references(tmp_path, omni_file):
-    found = loaded(tmp_path, translate(omni_file, [f"{OMNI}model.algorithm=grpo_guard"]))
-    assert found.actor.loss_mode == "grpo_guard"
-
-
 @pytest.mark.parametrize(
-    "override", ["reward.reward_manager.nam=x", f"{OMNI}rollout.nn=4", "unheard.of=1", "critic={lr: 1}"]
+    "override",
+    [f"{OMNI}rollout.nn=4", "unheard.of=1", "critic={lr: 1}", "unheard.api_key=hidden"],
 )
-def test_an_override_without_a_line_is_a_warning(omni_file, override):
+def test_an_override_without_a_line_is_a_warning_without_its_secret(omni_file, override):
     key = override.partition("=")[0]
-    with pytest.warns(UserWarning, match=rf" follows from {re.escape(key)}\b.*=.*;"):
+    with pytest.warns(UserWarning, match=rf" follows from {re.escape(key)}\b(?!.*hidden).*=.*;"):
         translate(omni_file, [override])
 
 
@@ -174,11 +146,6 @@ def test_a_recipe_that_would_not_load_is_refused(grpo):
 def test_a_source_that_is_not_there(name):
     with pytest.raises(ConfigError, match=rf"such file; .*\({name} "):
         translate(name)
-
-
-def test_a_warning_shows_no_secret(omni_file):
-    with pytest.warns(UserWarning, match=r" follows from unheard\.api_key=\*\*\*;"):
-        translate(omni_file, ["unheard.api_key=hidden"])
 
 
 def test_every_shipped_recipe_is_a_recipe_already():

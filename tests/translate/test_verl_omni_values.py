@@ -143,37 +143,8 @@ def test_trackers_that_flowcorr_lacks_are_named(omni):
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (
-            ("algorithm.trainer_type=direct_preference",),
-            "trainer_type=direct_preference .* policy_gradient ",
-        ),
-        (("algorithm.adv_estimator=dual_grpo",), "^algorithm.adv_estimator=dual_grpo .* flow_grpo, "),
-        (("algorithm.sample_source=offline",), "^algorithm.sample_source=offline .* online "),
-        ((f"{OMNI}model.algorithm=dual_grpo",), "model.algorithm=dual_grpo .* flow_grpo, "),
-        (
-            (f"{OMNI}actor.diffusion_loss.loss_mode=diffusion_nft",),
-            "loss_mode=diffusion_nft .* flow_grpo, ",
-        ),
-        ((f"{OMNI}actor.use_distill_loss=True",), "use_distill_loss=True "),
-        (("distillation.enabled=True",), "^distillation.enabled=True "),
-        (
-            (f"{OMNI}rollout.algo.sample_strategy=progressive",),
-            "sample_strategy=progressive .* random ",
-        ),
-        (
-            (f"{OPTIM}.optimizer=Muon",),
-            "optimizer=Muon .* AdamW, AdamW8bit, adamw ",
-        ),
-        ((f"{OPTIM}.num_cycles=1",), "num_cycles=1.0 .* 0.5 "),
-        (
-            (f"+{OPTIM}.override_optimizer_config.amsgrad=true",),
-            "override_optimizer_config={'amsgrad': True} ",
-        ),
-        (("reward.aggregation=product",), "^reward.aggregation=product .* weighted_sum "),
-        (("reward.reward_manager.name=Mine",), "^reward.reward_manager.name=Mine .* VisualRewardManager, "),
         ((f"{OMNI}model.lora_init_weights=pissa",), "lora_init_weights=pissa "),
         ((f"{OMNI}model.exclude_modules=img_in",), "exclude_modules=img_in "),
-        (("model_engine=megatron",), "^model_engine=megatron .* dp_diffusion, "),
         ((f"{OMNI}rollout.pipeline.num_frames=81",), "num_frames=81 .*videos"),
         (
             (f"{OMNI}model.path=Qwen/Qwen-Image-Edit",),
