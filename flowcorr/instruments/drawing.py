@@ -8,7 +8,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import matplotlib
@@ -133,12 +133,9 @@ class Chart:
 
 
 def _plain(value: Any) -> Any:
-    """A value of `Chart.data` without its look; cells by row and column become triples."""
+    """A value of `Chart.data`; cells by row and column become triples."""
     if hasattr(value, "numbers"):
         return value.numbers()
-    if is_dataclass(value):
-        names = [member.name for member in fields(value) if member.name not in _LOOK]
-        return {name: _plain(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):
         if any(isinstance(key, tuple) for key in value):
             return [[*key, part] for key, part in value.items()]

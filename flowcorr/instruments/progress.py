@@ -22,7 +22,6 @@ from flowcorr.instruments import gap_words
 
 if TYPE_CHECKING:
     from flowcorr.config import Config
-    from flowcorr.correction import RolloutCorrectionConfig
     from flowcorr.health.rules import HealthMonitor
     from flowcorr.trainer import RunResult
 
@@ -35,11 +34,17 @@ _CLOSED = (OSError, ValueError, SystemExit)  # rich raises the last where the re
 class TerminalObserver:
     """Follows a run on the terminal; use it as a context manager, so that the terminal is left in order.
 
+    A run starts (`on_start`) before its first step.
+
     Args:
         console: where to print; None for standard output.
         recipe: the recipe that the run follows without an override, if it does; the audit that is advised at the end
             names it, or else the run's own configuration.
     """
+
+    _config: Config
+    _labels: Mapping[str, str]
+    _out_dir: Path
 
     def __init__(self, console: Console | None = None, *, recipe: str | None = None) -> None:
         self._recipe = recipe
@@ -60,9 +65,6 @@ class TerminalObserver:
         self._start_step = self._total = 0
         self._evals: list[Mapping[str, float]] = []
         self._steps: list[Mapping[str, float]] = []
-        self._labels: Mapping[str, str] = {}
-        self._config: Config | None = None
-        self._out_dir: Path | None = None
         self._health: HealthMonitor | None = None
 
     def __enter__(self) -> Self:
@@ -96,13 +98,13 @@ class TerminalObserver:
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A training step is done."""
-        assert self._config is not None, "a run starts before its first step"
         shown = {
             name: f"{label} {metrics[name]:.3g}" for name, label in self._labels.items() if name in metrics
         }
         learned = [shown.pop(name) for name in list(shown) if name.startswith("reward/")]
         nats = gap_words.joint_nats(self._config, metrics)
-        measured = ["" if nats is None else gap_words.gap(nats), gap_words.action(self._correction, metrics)]
+        correction = self._config.algorithm.rollout_correction
+        measured = ["" if nats is None else gap_words.gap(nats), gap_words.action(correction, metrics)]
         fields = list(filter(None, (*learned, *measured, *shown.values())))
         self._progress.update(self._task, completed=step)
         self._say(self._line(f"step {step}/{self._total}", fields, self._remaining(step)))
@@ -133,7 +135,6 @@ class TerminalObserver:
                 f"warning: {CONSTANT}; flowcorr report {shlex.quote(str(result.out_dir))} shows the images"
             )
         if self._steps and result.status == "finished":
-            assert self._config is not None, "a run starts before its first step"
             self._say(gap_words.measurement(self._config, self._steps), prose=True)
             recipe = self._recipe or str(result.out_dir / "config.yaml")
             is_equal = gap_words.mean_gap(self._config, self._steps) == 0
@@ -156,9 +157,7 @@ class TerminalObserver:
         from flowcorr.instruments.rollout_workers import places_of
 
         if self._health is None:
-            assert self._config is not None, "a run starts before its first step"
             units = units_of(self._config, metrics)
-            assert self._out_dir is not None
             places, rules = places_of(self._out_dir), rules_of(rows_of(self._config))
             self._health = HealthMonitor(units, rules, earlier=self._earlier(), places=places)
         for finding in self._health.update(metrics):
@@ -169,14 +168,8 @@ class TerminalObserver:
         """The records of a run that was resumed."""
         from flowcorr.trackers import METRICS_FILE, read_metrics
 
-        assert self._out_dir is not None, "a run starts before its first step"
         path = self._out_dir / METRICS_FILE
         return read_metrics(path) if path.is_file() else []
-
-    @property
-    def _correction(self) -> RolloutCorrectionConfig:
-        assert self._config is not None, "a run starts before its first step"
-        return self._config.algorithm.rollout_correction
 
     def _remaining(self, step: int) -> str:
         per_step = (self._clock() - self._first_step_start) / max(1, step - self._start_step)

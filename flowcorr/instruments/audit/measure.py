@@ -8,8 +8,8 @@ once something was learned, so there as many such steps come first as its weight
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -43,33 +43,6 @@ NUM_BATCHES = 2
 MAX_IMAGES = 96  # a batch: their steps give quantiles, and more take minutes with a large model
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """Seconds of the fastest batch that was measured, so that warm-up does not count.
-
-    Attributes:
-        rollout: sampling and decoding.
-        recompute: scoring again with the actor, which bypass saves.
-        update: learning from it.
-        images: images of the batch.
-    """
-
-    rollout: float
-    recompute: float
-    update: float
-    images: int
-
-    @property
-    def images_per_second(self) -> float:
-        """Images per second of the rollout alone."""
-        return self.images / self.rollout
-
-    @property
-    def share(self) -> float:
-        """The recompute pass as a share of the step; the reward's time is in no part of it."""
-        return self.recompute / (self.rollout + self.recompute + self.update)
 
 
 def audit(config: Config, *, num_batches: int = NUM_BATCHES, title: str = "") -> Report:
@@ -149,9 +122,8 @@ def examine_batches(
     stale = joint_nats(Terms.concatenate(stales)) if stales else 0.0
     for _ in range(staleness, 2):  # of which the first may have warmed up
         seconds.timed("update", learn)
-    phases = ("rollout", "recompute", "update")
-    images = len(prompts[-1]) * config.rollout.n
-    cost = Cost(images=images, **{phase: seconds.fastest(phase) for phase in phases})
+    fastest = {phase: seconds.fastest(phase) for phase in ("rollout", "recompute", "update")}
+    share = fastest["recompute"] / sum(fastest.values())
     setting = Setting.of(config)
     gap = Gap.of(whole, setting)
     return report_of(
@@ -160,12 +132,15 @@ def examine_batches(
         Facts.of(
             gap,
             stale_nats=stale,
-            recompute_share=cost.share,
+            recompute_share=share,
             older_weights=staleness > 0,
             beyond=beyond(of_precision, replace(Stated.of(config), velocity=max(velocities))),
         ),
         presets=compare([as_steps(gap)], setting.correction, warm_up=WARM_UP),
-        beside=[*_of_cost(cost), *_of_staleness(setting, joint_nats(of_precision), stale)],
+        beside=[
+            *_of_cost(fastest, share, len(prompts[-1]) * config.rollout.n),
+            *_of_staleness(setting, joint_nats(of_precision), stale),
+        ],
         notes=_on_unmeasured(whole, config),
     )
 
@@ -201,19 +176,18 @@ def as_steps(gap: Gap) -> Steps:
     return Steps(terms=drawn, sizes={0: samples}, setting=gap.setting, group_ids=torch.arange(samples))
 
 
-def _of_cost(cost: Cost) -> list[Fact]:
+def _of_cost(fastest: Mapping[str, float], share: float, images: int) -> list[Fact]:
+    """Facts on the seconds of the fastest batch by phase, without warm-up; the reward's time is in no part of them."""
+    speed = images / fastest["rollout"]
     return [
         Fact(
             name="recompute_share",
-            value=cost.share,
-            text=f"recompute pass: {duration(cost.recompute)} a step beside {duration(cost.rollout)} of rollout and "
-            f"{duration(cost.update)} of update, {cost.share:.0%} of the three together (reward not counted)",
+            value=share,
+            text=f"recompute pass: {duration(fastest['recompute'])} a step beside {duration(fastest['rollout'])} of "
+            f"rollout and {duration(fastest['update'])} of update, {share:.0%} of the three together (reward not "
+            "counted)",
         ),
-        Fact(
-            name="images_per_second",
-            value=cost.images_per_second,
-            text=f"the rollout makes {cost.images_per_second:.3g} images a second",
-        ),
+        Fact(name="images_per_second", value=speed, text=f"the rollout makes {speed:.3g} images a second"),
     ]
 
 

@@ -104,6 +104,7 @@ class _Rank:
         self.options = config.rollout.engine
         self.quantized = self.options.get("quantization") or self.options.get("quantization_config")
         self.sleeps = bool(self.options.get("enable_sleep_mode"))
+        self.sends_adapter = wraps_adapters(config)
         self.bypass = AutoMode.of(config).correction.mode == "bypass"
 
     # Memory ------------------------------------------------------------------------------------------------
@@ -127,7 +128,7 @@ class _Rank:
         in_pass = fixed + training.gathered
         a_sample = training.backward.peak / traces.micro_batch
         step = 0.0 if self.in_8_bits else training.step.peak
-        merged = 3 * 4 * training.largest if self.own_engine and not self._sends_adapter else 0.0
+        merged = 3 * 4 * training.largest if self.own_engine and not self.sends_adapter else 0.0
         phases = {
             "load": load,
             "encode": (load if traces.text_fits else max(load, resident + text.weights)) + text.work.peak,
@@ -199,10 +200,6 @@ class _Rank:
         each = QUANTIZED_BYTES.get(str(self.quantized), size) if self.quantized else size
         shards = self.ranks if shards_weights(self.config, self.ranks) else 1
         return shards * self.training.numbers * each
-
-    @property
-    def _sends_adapter(self) -> bool:
-        return wraps_adapters(self.config)
 
     def _engine(self, sampling: float) -> float:
         """Peak bytes of an engine in its own process."""
@@ -333,7 +330,7 @@ class _Rank:
         """Bytes that pass between GPUs and the host in a step, for the engine's weights."""
         if not self.own_engine:
             return 0.0
-        sent = 2 * (self.training.gradients if self._sends_adapter else self._engine_weights)
+        sent = 2 * (self.training.gradients if self.sends_adapter else self._engine_weights)
         # A sleeping engine's weights move to the host and back, twice in a step.
         return sent + (4 * self._engine_weights if self.sleeps else 0.0)
 
@@ -388,7 +385,7 @@ class _Rank:
     @property
     def _may_take_fp8(self) -> bool:
         own = resolve_engine(self.config.rollout.name).own_processes
-        return own and self._sends_adapter and not self.quantized
+        return own and self.sends_adapter and not self.quantized
 
 
 def roofline(work: Work, gpu: Gpu, speed: Speed, *, half: bool) -> float:

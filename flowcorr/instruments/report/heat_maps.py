@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from flowcorr.instruments.drawing import HEIGHT, Chart
@@ -17,49 +17,19 @@ ROUNDING = 5e-7
 _STEP_DRIFT = re.compile(r"rollout_corr/step_([0-9]{1,3})/logprob_abs_diff")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _HeatMap:
-    """Mean drift by step index and training step; `notes` name steps that were left out or averaged."""
-
-    rows: Sequence[str]
-    columns: Sequence[float]
-    cells: Mapping[tuple[str, float], float]
-    notes: str
-
-
 def heat_maps(groups: Sequence[Group]) -> list[Chart]:
     """A map for each group, all on the scale of the largest drift."""
-    maps = {index: heat_map for index, group in enumerate(groups) if (heat_map := _heat_map(group))}
-    largest = max((value for heat_map in maps.values() for value in heat_map.cells.values()), default=0.0)
-    charts = []
-    for index, heat_map in maps.items():
-        unit = "nats per latent element, on a logarithmic scale"
-        if not max(heat_map.cells.values()) > 0:
-            unit = "0 everywhere: both stacks score alike, to the last bit"
-        data = {
-            "rows": heat_map.rows,
-            "columns": heat_map.columns,
-            "cells": heat_map.cells,
-            "scale": (ROUNDING, largest),
-        }
-        charts.append(
-            Chart(
-                name=f"drift_by_timestep_{index}",
-                title=f"Drift by timestep, {groups[index].label}",
-                draw=draw_heat_map,
-                data=data,
-                caption="; ".join(filter(None, ["across: training step", unit, heat_map.notes])),
-                height=max(HEIGHT / 2, 60 + 24 * len(heat_map.rows)),
-            )
-        )
-    return charts
+    charts = [chart for index, group in enumerate(groups) if (chart := _heat_map(group, index))]
+    largest = max((value for chart in charts for value in chart.data["cells"].values()), default=0.0)
+    return [replace(chart, data={**chart.data, "scale": (ROUNDING, largest)}) for chart in charts]
 
 
-def _heat_map(group: Group) -> _HeatMap | None:
+def _heat_map(group: Group, index: int) -> Chart | None:
+    """Mean drift by step index and training step; the caption names steps that were left out or averaged."""
     names = {name for run in group.runs for record in run.records for name in record}
     drift_names = {int(match[1]): name for name in names if (match := _STEP_DRIFT.fullmatch(name))}
     shown = spread_out(sorted(drift_names))
-    means = {f"step {index}": dict(group.means(drift_names[index])) for index in shown}
+    means = {f"step {place}": dict(group.means(drift_names[place])) for place in shown}
     steps = sorted({step for values in means.values() for step in values})
     if not steps:
         return None
@@ -71,5 +41,15 @@ def _heat_map(group: Group) -> _HeatMap | None:
         for part in parts
         if (here := [values[step] for step in part if step in values])
     }
-    notes = "; ".join(filter(None, [stride_text(stride), rows_text(shown, drift_names)]))
-    return _HeatMap(rows=list(means), columns=[part[-1] for part in parts], cells=cells, notes=notes)
+    unit = "nats per latent element, on a logarithmic scale"
+    if not max(cells.values()) > 0:
+        unit = "0 everywhere: both stacks score alike, to the last bit"
+    texts = ["across: training step", unit, stride_text(stride), rows_text(shown, drift_names)]
+    return Chart(
+        name=f"drift_by_timestep_{index}",
+        title=f"Drift by timestep, {group.label}",
+        draw=draw_heat_map,
+        data={"rows": list(means), "columns": [part[-1] for part in parts], "cells": cells},
+        caption="; ".join(filter(None, texts)),
+        height=max(HEIGHT / 2, 60 + 24 * len(means)),
+    )

@@ -9,7 +9,6 @@ from flowcorr.errors import ConfigError
 from flowcorr.instruments.audit import advice as rules
 from flowcorr.instruments.audit import audit, measure
 from flowcorr.instruments.audit.facts import NEGLIGIBLE_NATS
-from flowcorr.instruments.audit.measure import Cost
 
 
 class Built(Exception):
@@ -22,11 +21,6 @@ def kind_in(report):
     if "rollout_is" in found.keys:
         return "correct"
     return {level: kind for kind, level in rules.LEVELS.items() if kind != "correct"}[found.level]
-
-
-def test_cost_is_a_share_of_the_step():
-    cost = Cost(rollout=3.0, recompute=1.0, update=4.0, images=24)
-    assert (cost.share, cost.images_per_second) == (0.125, 8.0)
 
 
 @pytest.mark.parametrize(

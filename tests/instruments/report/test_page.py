@@ -94,19 +94,6 @@ def test_text_of_the_user_is_escaped(tmp_path, evil):
     assert "<i>" not in page.source
 
 
-def test_runs_of_one_name_are_told_apart_where_their_groups_are(tmp_path):
-    folders = [
-        write_run(tmp_path / "x" / "seed_0"),
-        write_run(tmp_path / "x" / "seed_1", "trainer.seed=1"),
-        write_run(tmp_path / "y" / "seed_0", "actor.lr=1e-4", scale=0.0),
-    ]
-    groups = group_by_seed([read_run(folder) for folder in folders])
-    assert [group.label for group in groups] == ["x/seed_0, x/seed_1", "y/seed_0"]
-    found = found_in(*folders)
-    assert ("serious", "rejected") in found["x/seed_0"]
-    assert ("healthy", "rules") in found["y/seed_0"]
-
-
 def test_the_page_begins_with_its_verdict_and_its_contents(tmp_path):
     start = {**START, "time": "2026-11-23T05:00:00.000+00:00"}
     events = [start, {"step": 4, "kind": "end", "status": "finished"}]
