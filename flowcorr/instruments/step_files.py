@@ -128,6 +128,16 @@ def noise_levels(steps: Iterable[DumpedTerms]) -> Tensor | None:
     return highest if is_schedule else None
 
 
+def counted_by_levels(terms: DumpedTerms, levels: Tensor) -> DumpedTerms:
+    """Fill in step indices by the nearest of the run's `noise_levels`, where they were not dumped and sigmas were."""
+    if terms.step_indices is not None or terms.sigmas is None:
+        return terms
+    # The place among the middles between neighbours, counted from the highest on.
+    rising = levels.flip(0).to(terms.sigmas.dtype)
+    places = len(levels) - 1 - torch.bucketize(terms.sigmas, (rising[1:] + rising[:-1]) / 2)
+    return replace(terms, step_indices=places)
+
+
 def scored_in(columns: Sequence[Tensor]) -> Tensor | None:
     """`[T]` bool, steps of the window that the trainer scores; None if no training step scores all of them.
 

@@ -34,6 +34,7 @@ from flowcorr.instruments.dumped_loss import (
 from flowcorr.instruments.faults import diagnose
 from flowcorr.instruments.step_files import (
     DumpedStep,
+    counted_by_levels,
     holds_trainer,
     noise_levels,
     num_steps_of,
@@ -69,7 +70,8 @@ class DumpedRun:
         left_out: names of its own code that was not imported, see `RunConfig`.
         without_loss: training steps whose loss is such code.
         notes: what was not dumped and what it would give, and what was left out, a line each.
-        levels: noise levels of all steps, highest first, where they have to stand for step indices; else None.
+        levels: noise levels of all steps, highest first, by which steps without indices were counted; None if they
+            were not.
         scored: `[T]` bool, steps of the window that the trainer scores; None where in some training steps it scores
             others. flowcorr's own scores all.
     """
@@ -197,6 +199,11 @@ def _of_another_trainer(
                 f"{count} steps; give one value for each, or one number"
             )
         num_steps = max(num_steps, count, len(clip) if isinstance(clip, Sequence) else 0)
+    if levels is not None:
+        by_step = {
+            number: replace(step, terms=counted_by_levels(step.terms, levels))
+            for number, step in by_step.items()
+        }
     return DumpedRun(
         folder=folder,
         settings={
@@ -285,7 +292,7 @@ def _setting(actor: ActorConfig, terms: DumpedTerms, num_steps: int) -> Setting:
     )
 
 
-def as_terms(dumped: DumpedTerms, levels: Tensor | None = None, scored: Tensor | None = None) -> Terms:
+def as_terms(dumped: DumpedTerms, scored: Tensor | None = None) -> Terms:
     """The terms of a dumped step; the old policy stands in for the current one if that was not dumped.
 
     Unknown noise levels and stds become NaN. Unknown step indices are counted within the window. `keep` is None, or
@@ -295,7 +302,6 @@ def as_terms(dumped: DumpedTerms, levels: Tensor | None = None, scored: Tensor |
 
     Args:
         dumped: a training step.
-        levels: `noise_levels`, by which steps are counted instead.
         scored: `[T]` bool, steps of the window that the trainer scores: NaN there is a fault.
     """
     old = dumped.old_log_probs
@@ -311,7 +317,9 @@ def as_terms(dumped: DumpedTerms, levels: Tensor | None = None, scored: Tensor |
         advantage=dumped.advantages[:, None].expand_as(old),
         std=unknown if dumped.stds is None else dumped.stds,
         step=unknown if dumped.sigmas_next is None else sigma - dumped.sigmas_next,
-        step_index=_places(dumped, levels) if dumped.step_indices is None else dumped.step_indices,
+        step_index=torch.arange(old.shape[1]).expand(old.shape)
+        if dumped.step_indices is None
+        else dumped.step_indices,
         sigma=sigma,
         old_kl=dumped.current_old_kl,
         rollout_kl=dumped.current_rollout_kl,
@@ -323,15 +331,6 @@ def as_terms(dumped: DumpedTerms, levels: Tensor | None = None, scored: Tensor |
     )
 
 
-def _places(terms: DumpedTerms, levels: Tensor | None) -> Tensor:
-    shape = terms.old_log_probs.shape
-    if levels is None or terms.sigmas is None:
-        return torch.arange(shape[1]).expand(shape)
-    # The nearest level: the place among the middles between neighbours, counted from the highest on.
-    rising = levels.flip(0).to(terms.sigmas.dtype)
-    return len(levels) - 1 - torch.bucketize(terms.sigmas, (rising[1:] + rising[:-1]) / 2)
-
-
 def _trained_columns(dumped: DumpedTerms, scored: Tensor | None) -> Tensor:
     """`[T]` bool, without the steps of the window that nobody trained; `scored` as in `as_terms`."""
     untrained = trained_log_probs(dumped).isnan().all(0) & dumped.rollout_log_probs.isfinite().all(0)
@@ -340,12 +339,12 @@ def _trained_columns(dumped: DumpedTerms, scored: Tensor | None) -> Tensor:
     return ~untrained | untrained.all()
 
 
-def gap_of(dumped: DumpedTerms, levels: Tensor | None = None, scored: Tensor | None = None) -> Terms:
+def gap_of(dumped: DumpedTerms, scored: Tensor | None = None) -> Terms:
     """The gap of a step: `old_log_prob` is the trainer's, in bypass mode of its current policy.
 
-    `levels` and `scored` are as in `as_terms`. An exact KL that was not dumped is None.
+    `scored` is as in `as_terms`. An exact KL that was not dumped is None.
     """
-    terms = as_terms(dumped, levels, scored)
+    terms = as_terms(dumped, scored)
     return replace(
         terms,
         old_log_prob=terms.log_prob if dumped.bypass else terms.old_log_prob,
@@ -358,7 +357,7 @@ def gap_of(dumped: DumpedTerms, levels: Tensor | None = None, scored: Tensor | N
 def diagnosed(run: DumpedRun) -> list[Finding]:
     """The faults of the log-probs of dumped steps."""
     steps = run.with_trainer
-    gaps = {step: gap_of(dumped, run.levels, run.scored) for step, dumped in steps.items()}
+    gaps = {step: gap_of(dumped, run.scored) for step, dumped in steps.items()}
     return diagnose(gaps, ages_of(steps)) if gaps else []
 
 
@@ -377,7 +376,7 @@ def records(run: DumpedRun) -> list[dict[str, Any]]:
     A metric that is not finite is None, as in `metrics.jsonl`.
     """
     by_step = {
-        number: step_metrics(step.terms, run.settings[number], run.levels, run.scored)
+        number: step_metrics(step.terms, run.settings[number], run.scored)
         for number, step in run.steps.items()
     }
     return [
@@ -386,11 +385,9 @@ def records(run: DumpedRun) -> list[dict[str, Any]]:
     ]
 
 
-def step_metrics(
-    dumped: DumpedTerms, setting: Setting, levels: Tensor | None = None, scored: Tensor | None = None
-) -> dict[str, float]:
+def step_metrics(dumped: DumpedTerms, setting: Setting, scored: Tensor | None = None) -> dict[str, float]:
     """The metrics that training would have logged of one step, see `records`; `scored` as in `as_terms`."""
-    terms, actor, metrics = as_terms(dumped, levels, scored), setting.actor, Metrics()
+    terms, actor, metrics = as_terms(dumped, scored), setting.actor, Metrics()
     # In bypass mode a current policy that may have learned from the batch already shows no noise.
     noisy = not dumped.bypass or dumped.before_update is not None
     if holds_trainer(dumped):

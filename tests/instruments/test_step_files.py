@@ -24,7 +24,7 @@ def test_noise_levels_stand_for_step_indices(tmp_path):
     run = read_dumped(tmp_path)
     assert run.levels.tolist() == pytest.approx([1.0, 0.9, 0.7, 0.5], rel=1e-2)
     assert run.setting.num_steps == 4
-    found = [as_terms(step.terms, run.levels).step_index for step in run.steps.values()]
+    found = [as_terms(step.terms).step_index for step in run.steps.values()]
     assert torch.equal(found[0], found[1])
     assert found[0][:3].tolist() == [[0, 1], [1, 2], [2, 3]]
     assert "rollout_corr/step_3/kl" in records(run)[0]

@@ -48,7 +48,7 @@ def audit_folder(folder: Path, *, allow_imports: Collection[str] = ()) -> Report
     """
     run = read_dumped(folder, allow_imports=allow_imports)
     terms = _with_trainer(run)
-    steps = {step: gap_of(one, run.levels, run.scored) for step, one in terms.items()}
+    steps = {step: gap_of(one, run.scored) for step, one in terms.items()}
     ages = ages_of(terms)
     trained, faults = trained_columns(list(steps.values())), diagnose(steps, ages)
     judged = {step: _judged(gap).select((slice(None), trained)) for step, gap in steps.items()}

@@ -92,25 +92,15 @@ def steps_of(run: DumpedRun) -> list[Steps]:
     """
     loaded = ((step, run.steps[step].terms) for step in run.replayable)
     kinds = groupby(loaded, key=lambda one: (one[1].bypass, one[1].tensors().keys(), run.settings[one[0]]))
-    return [
-        stack(dict(parts), setting, run.levels, of_flowcorr=run.of_flowcorr)
-        for (_, _, setting), parts in kinds
-    ]
+    return [stack(dict(parts), setting, of_flowcorr=run.of_flowcorr) for (_, _, setting), parts in kinds]
 
 
-def stack(
-    parts: Mapping[int, DumpedTerms],
-    setting: Setting,
-    levels: Tensor | None = None,
-    *,
-    of_flowcorr: bool = False,
-) -> Steps:
+def stack(parts: Mapping[int, DumpedTerms], setting: Setting, *, of_flowcorr: bool = False) -> Steps:
     """Steps of one mode and loss, with the same optional tensors.
 
     Args:
         parts: by training step.
         setting: their loss and schedule.
-        levels: `noise_levels` of the run, where they have to stand for step indices.
         of_flowcorr: whether flowcorr trained them. In its own bypass mode the correction judged every term as the loss
             used it, also those scored after an update. Of another trainer's steps those tell nothing, see `as_terms`.
     """
@@ -120,7 +110,7 @@ def stack(
         ids = torch.arange(len(part.advantages)) if part.group_ids is None else part.group_ids
         groups.append(count + ids.unique(return_inverse=True)[1])
         count += len(ids)
-    terms = as_terms(joined, levels)
+    terms = as_terms(joined)
     return Steps(
         terms=replace(terms, keep=None) if of_flowcorr else terms,
         sizes={step: len(part.advantages) for step, part in parts.items()},

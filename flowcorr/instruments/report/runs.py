@@ -101,11 +101,6 @@ class Group:
     runs: Sequence[Run]
 
     @property
-    def setting(self) -> Setting:
-        """Loss, correction and schedule of the first run."""
-        return self.runs[0].setting
-
-    @property
     def num_elements(self) -> int | None:
         """`D`, as the first run logged it."""
         return next(filter(None, map(logged_num_elements, self.runs[0].records)), None)

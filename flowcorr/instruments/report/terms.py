@@ -59,7 +59,7 @@ def read_spread(group: Group) -> Spread | None:
     for run in runs:
         for number, step in run.steps.items():
             dumped = step.terms
-            terms = as_terms(dumped, run.levels)
+            terms = as_terms(dumped)
             num_steps, num_bypass = num_steps + 1, num_bypass + dumped.bypass
             if dumped.current_log_probs is not None:
                 updates.append((terms, run.settings[number]))
