@@ -11,7 +11,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +108,6 @@ class Tracer(TorchDispatchMode):
         self.allocated = self.peak = 0.0
         self._flops = self._moved = self._kernels = 0.0
         self._live: dict[weakref.ref[torch.UntypedStorage], int] = {}
-        self._known: dict[Any, _Operation] = {}
         self._times = 1
         self._in_backward = False
         self._held = 0.0
@@ -192,23 +191,24 @@ class Tracer(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # torch computes layouts on `meta` in Python. Blocks that are alike have the same ones: to compute them once
-        # saves half of a trace's CPU time.
-        key = func, _signature(args), _signature(kwargs.items())
-        operation = self._known.get(key)
-        if operation is None or operation.makes is None:
-            results = _compute(func, args, kwargs)
-        else:
-            results = _make(operation.makes)
-        if operation is None:
-            operation = self._known[key] = _operation(func, args, kwargs, results)
-        if operation.makes is not None:
-            for tensor in _tensors((results,)):
+        results = _compute(func, args, kwargs)
+        inputs, outputs = _tensors((*args, *kwargs.values())), _tensors((results,))
+        if not any(tensor.is_meta for tensor in (*inputs, *outputs)):
+            return results  # what known numbers give counts nothing
+        memory = {id(tensor.untyped_storage()) for tensor in inputs}
+        is_new = bool(outputs) and memory.isdisjoint(id(tensor.untyped_storage()) for tensor in outputs)
+        written = {id(tensor) for tensor in inputs}
+        is_view = bool(outputs) and not is_new and written.isdisjoint(map(id, outputs))
+        if is_new:
+            for tensor in outputs:
                 self._allocate(tensor.untyped_storage())
-        self.peak = max(self.peak, self.allocated + operation.workspace)
-        self._flops += self._times * operation.flops
-        self._moved += self._times * operation.moved
-        self._kernels += self._times * operation.kernels
+        packet = func.overloadpacket
+        self.peak = max(self.peak, self.allocated + _workspace(packet, args, kwargs))
+        if packet in _FLOPS:
+            self._flops += self._times * _FLOPS[packet](*args, **kwargs, out_val=results)
+        if not is_view and packet not in _EMPTY:
+            self._moved += self._times * sum(map(_touched, (*inputs, *outputs)))
+            self._kernels += self._times
         return results
 
     def _allocate(self, memory: torch.UntypedStorage) -> None:
@@ -218,48 +218,6 @@ class Tracer(TorchDispatchMode):
 
     def _release(self, memory: weakref.ref[torch.UntypedStorage]) -> None:
         self.allocated -= self._live.pop(memory)
-
-
-class _Layout(NamedTuple):
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Operation:
-    """An operation on arguments of given layouts; one on known numbers alone counts nothing.
-
-    Attributes:
-        makes: the layouts of its results; None where they share memory with the arguments.
-        workspace: bytes that it takes beside its arguments and results.
-        flops, moved, kernels: see `Work`.
-    """
-
-    makes: Any = None
-    workspace: float = 0.0
-    flops: float = 0.0
-    moved: float = 0.0
-    kernels: int = 0
-
-
-def _operation(func: Any, args: Any, kwargs: Mapping[str, Any], results: Any) -> _Operation:
-    inputs, outputs = _tensors((*args, *kwargs.values())), _tensors((results,))
-    if not any(tensor.is_meta for tensor in (*inputs, *outputs)):
-        return _Operation()
-    memory = {id(tensor.untyped_storage()) for tensor in inputs}
-    is_new = bool(outputs) and memory.isdisjoint(id(tensor.untyped_storage()) for tensor in outputs)
-    written = {id(tensor) for tensor in inputs}
-    is_view = bool(outputs) and not is_new and written.isdisjoint(map(id, outputs))
-    packet = func.overloadpacket
-    computes = not is_view and packet not in _EMPTY
-    return _Operation(
-        makes=_layouts(results) if is_new else None,
-        workspace=_workspace(packet, args, kwargs),
-        flops=_FLOPS[packet](*args, **kwargs, out_val=results) if packet in _FLOPS else 0.0,
-        moved=sum(map(_touched, (*inputs, *outputs))) if computes else 0.0,
-        kernels=int(computes),
-    )
 
 
 def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -318,32 +276,6 @@ def _workspace(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> f
         scores = query.numel() // query.shape[-1] * key.shape[-2]
         return 4 * (2 * scores + query.numel() + key.numel() + value.numel())
     return 0.0
-
-
-def _signature(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Key of an operation's results: layouts of its tensor arguments, and other arguments with their types."""
-    return tuple([
-        (value.shape, value.stride(), value.dtype, value.is_meta)
-        if isinstance(value, Tensor)
-        else _signature(value)
-        if isinstance(value, (list, tuple))
-        else (type(value), value)
-        for value in values
-    ])  # fmt: skip
-
-
-def _layouts(results: Any) -> Any:
-    """The layouts of an operation's results, in place of the tensors."""
-    if isinstance(results, Tensor):
-        return _Layout(results.shape, results.stride(), results.dtype)
-    return type(results)(map(_layouts, results)) if isinstance(results, (list, tuple)) else results
-
-
-def _make(layouts: Any) -> Any:
-    """New tensors in place of their layouts."""
-    if isinstance(layouts, _Layout):
-        return torch.empty_strided(layouts.shape, layouts.strides, dtype=layouts.dtype, device="meta")
-    return type(layouts)(map(_make, layouts)) if isinstance(layouts, (list, tuple)) else layouts
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
