@@ -109,10 +109,6 @@ class Architecture:
             )
         return PIPELINES[class_name]
 
-    @property
-    def text_encoders(self) -> list[str]:
-        return [name for name in self.configs if name.startswith("text_encoder")]
-
 
 def find_architecture(path: str) -> Architecture:
     """The configurations of the model at `path`: from a folder, shipped with flowcorr, or from the hub.

@@ -100,7 +100,7 @@ def legend(groups: Sequence[Group]) -> list[tuple[str, str, str]]:
 
 
 def marks(groups: Sequence[Group]) -> list[str]:
-    """The text at the end of each group's lines: none for one group, its name if all are short, or a letter."""
+    """The name of each group's lines in legends: none for one group, its label if all are short, or a letter."""
     names = [group.label for group in groups]
     if len(names) == 1:
         return [""]
