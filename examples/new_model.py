@@ -42,33 +42,29 @@ class LongCatImage(PackedFamily):
         # How the pipeline's own call draws the same image, for the comparison.
         return super().call_arguments(prompt, guidance) | {"enable_prompt_rewrite": False}
 
-    @torch.no_grad()
-    def embed(self, prompts, guidance):
-        # One row a prompt, whatever else is in the batch: these tensors are cached and put together anew. Prompts of
-        # different lengths are padded to one length, here by the pipeline.
+    def embed_texts(self, texts):
+        # One row a text, whatever else is in the batch: these tensors are cached and put together anew. Texts of
+        # different lengths are padded to one length, here by the pipeline. Negative prompts are such texts, too.
         self.pipeline.tokenizer_max_length = self.text_tokens
-        embeds, _ = self.pipeline.encode_prompt([prompt.text for prompt in prompts])
-        if guidance.guidance_scale <= 1:
-            return {"embeds": embeds}
-        negative, _ = self.pipeline.encode_prompt([guidance.negative_prompt])
-        return {"embeds": embeds, "negative_embeds": negative.expand_as(embeds)}
+        embeds, _ = self.pipeline.encode_prompt(texts)
+        return {"prompt_embeds": embeds}
 
     def predict(self, transformer, latents, timesteps, conditioning, guidance):
         # Under guidance this is one pass of twice the batch, first with the tensors `negative_x` in place of `x`.
-        embeds = conditioning["embeds"]
+        embeds = conditioning["prompt_embeds"]
         _, rows, columns, _ = latents.shape
         length = embeds.shape[1]
         text = torch.arange(length, device=embeds.device)
         image = positions(1, rows, columns, device=embeds.device)
         velocity = transformer(
-            hidden_states=latents.flatten(1, 2).to(embeds.dtype),
+            hidden_states=self.tokens(latents, conditioning),
             timestep=timesteps / 1000,
             encoder_hidden_states=embeds,
             txt_ids=torch.stack([torch.zeros_like(text), text, text], dim=1),
             img_ids=image + image.new_tensor([1, length, length]),
             return_dict=False,
         )[0].float()
-        return velocity.unflatten(1, (rows, columns))
+        return self.on_grid(velocity, latents)
 
     def guide(self, negative, positive, scale):
         # The pipeline's own guidance: no token gets a larger norm by it.

@@ -17,6 +17,7 @@ from flowcorr.errors import ConfigError, one_sentence
 from flowcorr.models.adapter_inputs import decoder_difference, input_differences, relative
 from flowcorr.models.base import Conditioning, Guidance, ModelFamily
 from flowcorr.models.in_engine import as_in_engine, explained
+from flowcorr.models.negatives import sides
 from flowcorr.models.pipeline_call import (
     PipelineCall,
     Row,
@@ -171,9 +172,8 @@ class _Comparison:
         family, scale = self.family, getattr(self.guidance, self.family.guidance_key)
         conditioning = family.checked_embed(self.prompts, self.guidance)
         guided = any(name.startswith("negative_") for name in conditioning)
-        off: dict[str, Any] = {family.guidance_key: 1.0}
-        plain = replace(self.guidance, **off) if guided else self.guidance
-        own = {name: rows for name, rows in conditioning.items() if not name.startswith("negative_")}
+        _, own = sides(conditioning)
+        plain = self._unguided() if guided else self.guidance
         places = sorted({0, self.num_steps // 2})
         calls = [self._call(prompt, plain, places, decodes=True) for prompt in self.prompts]
         differences = self._schedule(calls[0])
@@ -188,6 +188,10 @@ class _Comparison:
             pixel_gap=pixel_gap,
             guided=guided,
         )
+
+    def _unguided(self) -> Guidance:
+        off: dict[str, Any] = {self.family.guidance_key: 1.0}
+        return replace(self.guidance, **off)
 
     def _call(
         self, prompt: Prompt, guidance: Guidance, places: Sequence[int], *, decodes: bool
@@ -375,12 +379,9 @@ class _Comparison:
     ) -> Difference:
         """The difference of the rule by which both sides are mixed."""
         family, key = self.family, self.family.guidance_key
-        off: dict[str, Any] = {key: 1.0}
-        plain, scale = replace(self.guidance, **off), getattr(self.guidance, key)
-        own = {name: rows for name, rows in conditioning.items() if not name.startswith("negative_")}
-        other = {name: conditioning.get(f"negative_{name}", rows) for name, rows in own.items()}
-        positive, negative = (
-            self._predicted(latents, sigma, side, plain)[0][number] for side in (own, other)
+        scale = getattr(self.guidance, key)
+        negative, positive = (
+            self._predicted(latents, sigma, side, self._unguided())[0][number] for side in sides(conditioning)
         )
         factor = _factor(theirs - negative, positive - negative)
         fits = relative(negative + factor * (positive - negative), theirs) <= self.limit * scale

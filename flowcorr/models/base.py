@@ -16,10 +16,9 @@ from flowcorr.config.schema import SamplingConfig
 from flowcorr.devices import empty_cache
 from flowcorr.errors import ConfigError
 from flowcorr.models.adapter_files import write_adapter
-from flowcorr.models.answers import check_conditioning, check_velocity
+from flowcorr.models.answers import check_conditioning, check_finite, check_negative, check_velocity
 from flowcorr.models.cuts import CutReport
-from flowcorr.models.negatives import check_negative, negative_prompts, with_negative
-from flowcorr.models.overflow import check_finite
+from flowcorr.models.negatives import negative_prompts, with_negative
 from flowcorr.models.schedule import Schedule
 from flowcorr.records import Prompt
 from flowcorr.records.spellings import unread_images
@@ -327,17 +326,25 @@ class ModelFamily(ABC):
     def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
         """Conditioning `{name: [B, ...]}` of the prompts, and of the negative prompt if guidance is on.
 
-        All prompts of a call share `guidance.negative_prompt`. Their own rows do not depend on `guidance`. Here the
-        pipeline's `encode_prompt` gives the embeddings of both; a family with other tensors overrides this.
+        All prompts of a call share `guidance.negative_prompt`, which is encoded once. Their own rows do not depend on
+        `guidance`. A family whose embeddings of a text depend on more than the text overrides this.
         """
-        is_guided = getattr(guidance, self.guidance_key) > 1
-        embeds, negative, *_ = self.pipeline.encode_prompt(
-            [prompt.text for prompt in prompts],
-            negative_prompt=guidance.negative_prompt,
-            do_classifier_free_guidance=is_guided,
-            max_sequence_length=self.text_tokens,
+        conditioning = self.embed_texts([prompt.text for prompt in prompts])
+        if self.needs_negative(guidance):
+            for name, row in self.embed_texts([guidance.negative_prompt]).items():
+                conditioning[f"negative_{name}"] = row.expand(len(prompts), *row.shape[1:])
+        return conditioning
+
+    def embed_texts(self, texts: list[str]) -> Conditioning:
+        """Conditioning `{name: [B, ...]}` of texts; `embed` calls it without gradients.
+
+        Here the first embeddings that the pipeline's `encode_prompt` returns; a family with other tensors overrides
+        this.
+        """
+        embeds, *_ = self.pipeline.encode_prompt(
+            texts, do_classifier_free_guidance=False, max_sequence_length=self.text_tokens
         )
-        return {"prompt_embeds": embeds} | ({"negative_prompt_embeds": negative} if is_guided else {})
+        return {"prompt_embeds": embeds}
 
     def tokenized_text(self, prompt: str) -> str:
         """The text that the tokenizers get for a prompt; a family with a chat template puts the prompt into it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,6 @@ from flowcorr.config.families import FAMILIES
 from flowcorr.config.layers import JOINT_ATTENTION, JOINT_FEED_FORWARD
 from flowcorr.models.base import Conditioning, Guidance, InVllmOmni, TextShapes
 from flowcorr.models.packed import PackedFamily, positions
-from flowcorr.records import Prompt
 
 
 class Flux(PackedFamily):
@@ -50,13 +49,8 @@ class Flux(PackedFamily):
         embedded = torch.tensor(guidance.guidance_scale, dtype=dtype) * 1000
         return replace(guidance, guidance_scale=embedded.item() / 1000)
 
-    @torch.no_grad()
-    def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
-        embeds, pooled, _ = self.pipeline.encode_prompt(
-            prompt=[prompt.text for prompt in prompts],
-            prompt_2=None,
-            max_sequence_length=self.text_tokens,
-        )
+    def embed_texts(self, texts: list[str]) -> Conditioning:
+        embeds, pooled, _ = self.pipeline.encode_prompt(texts, None, max_sequence_length=self.text_tokens)
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
     def predict(
@@ -68,23 +62,19 @@ class Flux(PackedFamily):
         guidance: Guidance,
     ) -> Tensor:
         embeds = conditioning["prompt_embeds"]
-        _, rows, columns, _ = latents.shape
-        tokens, places = self.image_tokens_with_places(latents, conditioning)
         velocity = transformer(
-            hidden_states=tokens.to(embeds.dtype),
+            hidden_states=self.tokens(latents, conditioning),
             timestep=timesteps / 1000,
             guidance=torch.full_like(timesteps, guidance.guidance_scale) if self.distills_guidance else None,
             pooled_projections=conditioning["pooled_prompt_embeds"],
             encoder_hidden_states=embeds,
             txt_ids=embeds.new_zeros(embeds.shape[1], 3),
-            img_ids=places.to(embeds.dtype),
+            img_ids=self.places(latents, conditioning).to(embeds.dtype),
             return_dict=False,
         )[0].float()
-        return velocity[:, : rows * columns].unflatten(1, (rows, columns))
+        return self.on_grid(velocity, latents)
 
-    def image_tokens_with_places(
-        self, latents: Tensor, conditioning: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens `[B, tokens, channels]` of all images, first of the one that is drawn, and places `[tokens, 3]`."""
+    def places(self, latents: Tensor, conditioning: Mapping[str, Tensor]) -> Tensor:
+        """Places `[tokens, 3]` of the tokens of `PackedFamily.tokens`."""
         _, rows, columns, _ = latents.shape
-        return latents.flatten(1, 2), positions(1, rows, columns, device=latents.device)
+        return positions(1, rows, columns, device=latents.device)

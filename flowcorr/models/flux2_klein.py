@@ -58,27 +58,22 @@ class Flux2Klein(PackedFamily):
             [message], tokenize=False, add_generation_prompt=True, enable_thinking=False
         )
 
-    @torch.no_grad()
     def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
         """See `ModelFamily.embed`.
 
         Raises:
             ConfigError: guidance is on, and the model was distilled to do without.
         """
-        length = self.text_tokens
-        embeds, _ = self.pipeline.encode_prompt(
-            [prompt.text for prompt in prompts], max_sequence_length=length
-        )
-        conditioning = {"prompt_embeds": embeds, **self.encode_references(prompts)}
-        if guidance.guidance_scale > 1:
-            if self.pipeline.config.is_distilled:
-                raise ConfigError(
-                    f"sampling.guidance_scale={guidance.guidance_scale} needs a base model, and this one was distilled "
-                    "to sample without guidance; set it to 1, or set model.path to FLUX.2-klein-base"
-                )
-            negative, _ = self.pipeline.encode_prompt([guidance.negative_prompt], max_sequence_length=length)
-            conditioning["negative_prompt_embeds"] = negative.expand_as(embeds)
-        return conditioning
+        if self.needs_negative(guidance) and self.pipeline.config.is_distilled:
+            raise ConfigError(
+                f"sampling.guidance_scale={guidance.guidance_scale} needs a base model, and this one was distilled to "
+                "sample without guidance; set it to 1, or set model.path to FLUX.2-klein-base"
+            )
+        return super().embed(prompts, guidance)
+
+    def embed_texts(self, texts: list[str]) -> Conditioning:
+        embeds, _ = self.pipeline.encode_prompt(texts, max_sequence_length=self.text_tokens)
+        return {"prompt_embeds": embeds}
 
     def predict(
         self,
@@ -90,17 +85,14 @@ class Flux2Klein(PackedFamily):
     ) -> Tensor:
         embeds = conditioning["prompt_embeds"]
         _, rows, columns, _ = latents.shape
-        tokens = latents.flatten(1, 2).to(embeds.dtype)
         places = positions(1, rows, columns, 1, device=embeds.device)
         if "references" in conditioning:
-            references = conditioning["references"]
-            _, count, *grid, _ = references.shape
+            _, count, *grid, _ = conditioning["references"].shape
             places_of_references = positions(count, *grid, 1, device=embeds.device)
             places_of_references[:, 0] = 10 * (places_of_references[:, 0] + 1)
-            tokens = torch.cat([tokens, references.flatten(1, 3)], dim=1)
             places = torch.cat([places, places_of_references])
         velocity = transformer(
-            hidden_states=tokens,
+            hidden_states=self.tokens(latents, conditioning),
             timestep=timesteps / 1000,
             guidance=None,
             encoder_hidden_states=embeds,
@@ -108,7 +100,7 @@ class Flux2Klein(PackedFamily):
             img_ids=places,
             return_dict=False,
         )[0].float()
-        return velocity[:, : rows * columns].unflatten(1, (rows, columns))
+        return self.on_grid(velocity, latents)
 
     def encode_image(self, pixels: Tensor) -> Tensor:
         vae = self.pipeline.vae

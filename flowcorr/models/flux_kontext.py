@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowcorr.config.families import FAMILIES
-from flowcorr.models.base import Conditioning, Guidance, InVllmOmni
+from flowcorr.models.base import Guidance, InVllmOmni
 from flowcorr.models.flux import Flux
 from flowcorr.models.packed import positions
 from flowcorr.records import Prompt
@@ -34,18 +34,11 @@ class FluxKontext(Flux):
         own = {"_auto_resize": False, "max_area": height * width}
         return super().call_arguments(prompt, guidance) | own
 
-    def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
-        return super().embed(prompts, guidance) | self.encode_references(prompts)
-
-    def image_tokens_with_places(
-        self, latents: Tensor, conditioning: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        tokens, places = super().image_tokens_with_places(latents, conditioning)
+    def places(self, latents: Tensor, conditioning: Mapping[str, Tensor]) -> Tensor:
+        places = super().places(latents, conditioning)
         if "references" not in conditioning:
-            return tokens, places
-        references = conditioning["references"]
-        _, _, rows, columns, _ = references.shape
+            return places
+        _, _, rows, columns, _ = conditioning["references"].shape
         places_of_reference = positions(1, rows, columns, device=latents.device)
         places_of_reference[:, 0] = 1  # apart from the image that is drawn
-        joined = torch.cat([tokens.to(references.dtype), references.flatten(1, 3)], dim=1)
-        return joined, torch.cat([places, places_of_reference])
+        return torch.cat([places, places_of_reference])

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowcorr.errors import ConfigError
 from flowcorr.records import Prompt
 
 
@@ -51,6 +50,12 @@ def check_negative_prompts(family: Any, prompts: Sequence[Prompt], guidance: Any
     warnings.warn(f"{subject} has no effect: {reason}", UserWarning, stacklevel=1)  # one place: shown once
 
 
+def sides(conditioning: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Conditioning of the negative prompt and of the prompts; tensors without a `negative_` counterpart are in both."""
+    own = {name: rows for name, rows in conditioning.items() if not name.startswith("negative_")}
+    return {name: conditioning.get(f"negative_{name}", rows) for name, rows in own.items()}, own
+
+
 def with_negative(
     latents: Tensor, timesteps: Tensor, conditioning: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -59,39 +64,8 @@ def with_negative(
     Args:
         latents: `[B, *L]`.
         timesteps: `[B]`.
-        conditioning: `{name: [B, ...]}`; both sides share a tensor that has no `negative_` one beside it, such as
-            reference images.
+        conditioning: `{name: [B, ...]}`, see `sides`; reference images are shared, for example.
     """
-    prompts = {name: rows for name, rows in conditioning.items() if not name.startswith("negative_")}
-    both = {
-        name: torch.cat([conditioning.get(f"negative_{name}", rows), rows]) for name, rows in prompts.items()
-    }
+    negative, own = sides(conditioning)
+    both = {name: torch.cat([negative[name], rows]) for name, rows in own.items()}
     return torch.cat([latents, latents]), torch.cat([timesteps, timesteps]), both
-
-
-def check_negative(
-    conditioning: Mapping[str, Tensor], place: str, scale: str, encodes_negative: bool
-) -> None:
-    """Check that the conditioning of a guided model has a negative side.
-
-    Args:
-        conditioning: what `embed` returned.
-        place: of the family, see `ModelFamily.place`.
-        scale: the key of `sampling` that turns guidance on, and its value.
-        encodes_negative: see `ModelFamily`.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    if any(name.startswith("negative_") for name in conditioning):
-        return
-    remedy = (
-        f"return those of sampling.negative_prompt, too, as negative_NAME for each NAME of {', '.join(conditioning)}"
-        if encodes_negative
-        else "set it to 1, or, if the transformer takes the scale as an input, return True from the family's "
-        "distills_guidance"
-    )
-    raise ConfigError(
-        f"model.family={place}: sampling.{scale} would have no effect, since embed returned no tensors of the negative "
-        f"prompt; {remedy}"
-    )

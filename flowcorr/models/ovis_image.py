@@ -58,11 +58,11 @@ class OvisImage(PackedFamily):
         _, rows, columns, _ = latents.shape
         places = torch.arange(embeds.shape[1], device=embeds.device)
         velocity = transformer(
-            hidden_states=latents.flatten(1, 2).to(embeds.dtype),
+            hidden_states=self.tokens(latents, conditioning),
             timestep=timesteps / 1000,
             encoder_hidden_states=embeds,
             txt_ids=torch.stack([torch.zeros_like(places), places, places], dim=1).to(embeds.dtype),
             img_ids=positions(1, rows, columns, device=embeds.device).to(embeds.dtype),
             return_dict=False,
         )[0].float()
-        return velocity.unflatten(1, (rows, columns))
+        return self.on_grid(velocity, latents)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,24 @@ class PackedFamily(ModelFamily):
             images = self.fitted_references(prompt)
             arguments["image"] = images if len(images) > 1 else images[0]
         return arguments
+
+    def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
+        return super().embed(prompts, guidance) | self.encode_references(prompts)
+
+    @staticmethod
+    def tokens(latents: Tensor, conditioning: Mapping[str, Tensor]) -> Tensor:
+        """Tokens `[B, tokens, channels]` of the image that is drawn, and behind them those of the reference images."""
+        dtype = conditioning["prompt_embeds"].dtype
+        tokens = latents.flatten(1, 2).to(dtype)
+        if "references" not in conditioning:
+            return tokens
+        return torch.cat([tokens, conditioning["references"].flatten(1, 3).to(dtype)], dim=1)
+
+    @staticmethod
+    def on_grid(outputs: Tensor, latents: Tensor) -> Tensor:
+        """Outputs `[B, *L]` for the image that is drawn, of outputs `[B, tokens, channels]` for the tokens above."""
+        _, rows, columns, _ = latents.shape
+        return outputs[:, : rows * columns].unflatten(1, (rows, columns))
 
     @torch.no_grad()
     def encode_references(self, prompts: Sequence[Prompt]) -> Conditioning:

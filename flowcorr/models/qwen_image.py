@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from flowcorr.models.base import Conditioning, Guidance, InVllmOmni, TextShapes
 from flowcorr.models.frame_vae import decode_frames, encode_frames
 from flowcorr.models.packed import PackedFamily
 from flowcorr.models.schedule import Schedule
-from flowcorr.records import Prompt
 
 _DROPPED_TEMPLATE = 34  # tokens that the pipeline puts before a prompt, and drops after encoding
 
@@ -69,26 +68,17 @@ class QwenImage(PackedFamily):
     def tokenized_text(self, prompt: str) -> str:
         return self.pipeline.prompt_template_encode.format(prompt)
 
-    def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
-        embeds, mask = self._encode([prompt.text for prompt in prompts])
-        conditioning = {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
-        if guidance.true_cfg_scale > 1:
-            embeds, mask = self._encode([guidance.negative_prompt])
-            conditioning |= {
-                "negative_prompt_embeds": embeds.repeat(len(prompts), 1, 1),
-                "negative_prompt_embeds_mask": mask.repeat(len(prompts), 1),
-            }
-        return conditioning
-
-    @torch.no_grad()
-    def _encode(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
+    def embed_texts(self, texts: list[str]) -> Conditioning:
         """Embeddings `[B, max_sequence_length, width]` and the mask `[B, max_sequence_length]` of their tokens."""
         length = self.text_tokens
-        embeds, mask = self.pipeline.encode_prompt(prompts, max_sequence_length=length + 1)
+        embeds, mask = self.pipeline.encode_prompt(texts, max_sequence_length=length + 1)
         if mask is None:  # the pipeline's word for a batch without padding
             mask = embeds.new_ones(embeds.shape[:2])
         missing = length - embeds.shape[1]  # -1 cuts the extra token off
-        return functional.pad(embeds, (0, 0, 0, missing)), functional.pad(mask.bool(), (0, missing))
+        return {
+            "prompt_embeds": functional.pad(embeds, (0, 0, 0, missing)),
+            "prompt_embeds_mask": functional.pad(mask.bool(), (0, missing)),
+        }
 
     def predict(
         self,
@@ -100,21 +90,19 @@ class QwenImage(PackedFamily):
     ) -> Tensor:
         embeds = conditioning["prompt_embeds"]
         samples, rows, columns, _ = latents.shape
-        tokens, grids = latents.flatten(1, 2).to(embeds.dtype), [(1, rows, columns)]
+        grids = [(1, rows, columns)]
         if "references" in conditioning:
-            references = conditioning["references"]
-            _, count, height, width, _ = references.shape
-            tokens = torch.cat([tokens, references.flatten(1, 3)], dim=1)
+            _, count, height, width, _ = conditioning["references"].shape
             grids += [(1, height, width)] * count
         velocity = transformer(
-            hidden_states=tokens,
+            hidden_states=self.tokens(latents, conditioning),
             timestep=timesteps / 1000,
             encoder_hidden_states=embeds,
             encoder_hidden_states_mask=conditioning["prompt_embeds_mask"],
             img_shapes=[grids] * samples,
             return_dict=False,
-        )[0].float()[:, : rows * columns]
-        return velocity.unflatten(1, (rows, columns))
+        )[0].float()
+        return self.on_grid(velocity, latents)
 
     def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
         """As `ModelFamily.guide`, but every token keeps the norm that it has under the prompt: `QwenImagePipeline`."""

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from flowcorr.config.families import FAMILIES
@@ -56,22 +55,18 @@ class QwenImageEdit(QwenImage):
         return arguments
 
     def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
-        rows = [self._embed(prompt.text, prompt) for prompt in prompts]
-        conditioning = {
-            "prompt_embeds": [row[0] for row in rows],
-            "prompt_embeds_mask": [row[1] for row in rows],
-        }
-        if self.needs_negative(guidance):
-            rows = [self._embed(guidance.negative_prompt, prompt) for prompt in prompts]
-            conditioning |= {
-                "negative_prompt_embeds": [row[0] for row in rows],
-                "negative_prompt_embeds_mask": [row[1] for row in rows],
-            }
-        stacked = {name: torch.cat(tensors) for name, tensors in conditioning.items()}
-        return stacked | self.encode_references(prompts)
+        rows = []
+        for prompt in prompts:
+            row = self._embed(prompt.text, prompt)
+            if self.needs_negative(guidance):
+                negative = self._embed(guidance.negative_prompt, prompt)
+                row |= {f"negative_{name}": values for name, values in negative.items()}
+            rows.append(row)
+        conditioning = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+        return conditioning | self.encode_references(prompts)
 
     @torch.no_grad()
-    def _embed(self, text: str, prompt: Prompt) -> tuple[Tensor, Tensor]:
+    def _embed(self, text: str, prompt: Prompt) -> Conditioning:
         """Embeddings `[1, tokens, width]` of a text together with the prompt's images, and the mask of their tokens."""
         images = [self.seen_by_encoder(image) for image in self.fitted_references(prompt)]
         embeds, _ = self.pipeline.encode_prompt([text], image=images)
@@ -82,7 +77,10 @@ class QwenImageEdit(QwenImage):
         )
         missing = self.text_tokens + seen - embeds.shape[1]
         mask = embeds.new_ones(embeds.shape[:2], dtype=torch.bool)
-        return functional.pad(embeds, (0, 0, 0, missing)), functional.pad(mask, (0, missing))
+        return {
+            "prompt_embeds": functional.pad(embeds, (0, 0, 0, missing)),
+            "prompt_embeds_mask": functional.pad(mask, (0, missing)),
+        }
 
     def fitted_references(self, prompt: Prompt) -> list[Image]:
         height, width = self.image_size(*self.reference_size)

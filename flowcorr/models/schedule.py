@@ -32,6 +32,20 @@ class Schedule:
         )
 
 
+def own_schedule(scheduler: Any, num_inference_steps: int, *, shift: float | None = None) -> Schedule:
+    """The table of a scheduler that makes its noise levels itself.
+
+    Args:
+        scheduler: the pipeline's; it is not changed.
+        num_inference_steps: of the schedule.
+        shift: of a scheduler that shifts dynamically.
+    """
+    scheduler = type(scheduler).from_config(scheduler.config)
+    scheduler.set_timesteps(num_inference_steps, **({} if shift is None else {"mu": shift}))
+    timesteps = scheduler.timesteps.float()
+    return Schedule(sigmas=tuple(scheduler.sigmas.tolist()), timesteps=tuple(timesteps.tolist()))
+
+
 def linear_schedule(
     scheduler: Any, num_inference_steps: int, num_tokens: int, *, shift: float | None = None
 ) -> Schedule:

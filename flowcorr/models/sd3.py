@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flowcorr.config.families import FAMILIES
 from flowcorr.config.layers import JOINT_ATTENTION
 from flowcorr.models.base import Conditioning, Guidance, InVllmOmni, ModelFamily, TextShapes
-from flowcorr.models.schedule import Schedule, dynamic_shift
+from flowcorr.models.schedule import Schedule, dynamic_shift, own_schedule
 from flowcorr.models.sizes import check_size
-from flowcorr.records import Prompt
 
 
 class SD3(ModelFamily):
@@ -54,30 +52,14 @@ class SD3(ModelFamily):
         return (latent_shape[-2] // patch) * (latent_shape[-1] // patch)
 
     def schedule(self, num_inference_steps: int, latent_shape: tuple[int, ...]) -> Schedule:
-        scheduler = type(self.pipeline.scheduler).from_config(self.pipeline.scheduler.config)
-        shift = dynamic_shift(scheduler.config, self.image_tokens(latent_shape))
-        scheduler.set_timesteps(num_inference_steps, **({} if shift is None else {"mu": shift}))
-        return Schedule(
-            sigmas=tuple(scheduler.sigmas.tolist()), timesteps=tuple(scheduler.timesteps.float().tolist())
-        )
+        shift = dynamic_shift(self.pipeline.scheduler.config, self.image_tokens(latent_shape))
+        return own_schedule(self.pipeline.scheduler, num_inference_steps, shift=shift)
 
-    @torch.no_grad()
-    def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
-        embeds, negative, pooled, negative_pooled = self.pipeline.encode_prompt(
-            prompt=[prompt.text for prompt in prompts],
-            prompt_2=None,
-            prompt_3=None,
-            negative_prompt=guidance.negative_prompt,
-            do_classifier_free_guidance=guidance.guidance_scale > 1,
-            max_sequence_length=self.text_tokens,
+    def embed_texts(self, texts: list[str]) -> Conditioning:
+        embeds, _, pooled, _ = self.pipeline.encode_prompt(
+            texts, None, None, do_classifier_free_guidance=False, max_sequence_length=self.text_tokens
         )
-        conditioning = {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
-        if guidance.guidance_scale > 1:
-            conditioning |= {
-                "negative_prompt_embeds": negative,
-                "negative_pooled_prompt_embeds": negative_pooled,
-            }
-        return conditioning
+        return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
     def predict(
         self,

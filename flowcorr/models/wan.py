@@ -13,7 +13,7 @@ from flowcorr.config.families import FAMILIES
 from flowcorr.errors import ConfigError
 from flowcorr.models.base import Guidance, InVllmOmni, ModelFamily, TextShapes
 from flowcorr.models.frame_vae import decode_frames
-from flowcorr.models.schedule import Schedule
+from flowcorr.models.schedule import Schedule, own_schedule
 from flowcorr.models.sizes import check_frame_count, check_size
 
 
@@ -95,17 +95,13 @@ class Wan(ModelFamily):
         return latent_shape[1] * super().image_tokens(latent_shape)
 
     def schedule(self, num_inference_steps: int, latent_shape: tuple[int, ...]) -> Schedule:
-        scheduler = type(self.pipeline.scheduler).from_config(self.pipeline.scheduler.config)
-        if scheduler.config.get("use_dynamic_shifting"):
+        if self.pipeline.scheduler.config.get("use_dynamic_shifting"):
             raise ConfigError(
                 "the model's scheduler has use_dynamic_shifting=True in scheduler/scheduler_config.json, and Wan's "
                 "pipeline gives it no shift; set it to false, and the shift in flow_shift, or in shift of "
                 "FlowMatchEulerDiscreteScheduler"
             )
-        scheduler.set_timesteps(num_inference_steps)
-        return Schedule(
-            sigmas=tuple(scheduler.sigmas.tolist()), timesteps=tuple(scheduler.timesteps.float().tolist())
-        )
+        return own_schedule(self.pipeline.scheduler, num_inference_steps)
 
     def predict(
         self,

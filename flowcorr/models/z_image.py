@@ -94,22 +94,11 @@ class ZImage(ModelFamily):
         scale = {"guidance_scale": guidance.guidance_scale - 1}
         return super().call_arguments(prompt, guidance) | scale
 
-    def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
-        conditioning = self._encode([prompt.text for prompt in prompts])
-        if guidance.guidance_scale > 1:
-            negative = self._encode([guidance.negative_prompt])
-            conditioning |= {
-                f"negative_{name}": rows.expand(len(prompts), *rows.shape[1:])
-                for name, rows in negative.items()
-            }
-        return conditioning
-
-    @torch.no_grad()
-    def _encode(self, prompts: list[str]) -> Conditioning:
+    def embed_texts(self, texts: list[str]) -> Conditioning:
         """Embeddings `[B, max_sequence_length, width]`, and the mask `[B, max_sequence_length]` of their tokens."""
         length = self.text_tokens
         captions, _ = self.pipeline.encode_prompt(
-            prompts, do_classifier_free_guidance=False, max_sequence_length=length
+            texts, do_classifier_free_guidance=False, max_sequence_length=length
         )
         whole = captions[0].new_zeros(length, captions[0].shape[-1])  # so that the padding reaches `length`
         embeds = pad_sequence([*captions, whole], batch_first=True)[:-1]

@@ -9,9 +9,8 @@ import torch
 from tiny_pipelines import FAMILIES
 
 from flowcorr.config import ModelConfig
-from flowcorr.errors import ConfigError
 from flowcorr.models import Guidance, load_family
-from flowcorr.models.negatives import check_negative, check_negative_prompts
+from flowcorr.models.negatives import check_negative_prompts
 from flowcorr.models.prompt_cache import PromptCache
 from tests.prompts import prompts_of
 from tests.tolerances import MEANS
@@ -88,15 +87,3 @@ def test_where_guidance_reads_none_it_is_said(family, guidance, prompts):
         assert all("negative_prompt of 3 prompts" in text and "no effect" in text for text in messages)
     bare = [replace(prompt, negative_prompt=None) for prompt in prompts]
     assert len(said(family, bare, guidance)) == int(not family.encodes_negative)
-
-
-@pytest.mark.parametrize(
-    ("encodes", "remedy"), [(True, "negative_NAME for each NAME of text"), (False, "distills_guidance")]
-)
-def test_guidance_without_a_negative_side_says_what_to_return(encodes, remedy):
-    rows = {"text": torch.zeros(1)}
-    with pytest.raises(
-        ConfigError, match=rf"model\.family=m:F: sampling\.guidance_scale=3 would have no.*{remedy}"
-    ):
-        check_negative(rows, "m:F", "guidance_scale=3", encodes)
-    check_negative({**rows, "negative_text": rows["text"]}, "m:F", "guidance_scale=3", encodes)
