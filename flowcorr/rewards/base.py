@@ -226,11 +226,11 @@ def _score_whole(
 def _score_one_by_one(
     reward: Reward, images: ImageArray, prompts: list[Prompt], name: str, *, stop_at_first: bool
 ) -> tuple[RewardOutput, dict[int, Exception | str]]:
-    scored: dict[int, RewardOutput] = {}
+    outputs = [RewardOutput(scores=np.full(1, np.nan)) for _ in prompts]
     causes: dict[int, Exception | str] = {}
     for index, prompt in enumerate(prompts):
         try:
-            scored[index] = as_reward_output(reward(images[index : index + 1], [prompt]), 1, name)
+            outputs[index] = as_reward_output(reward(images[index : index + 1], [prompt]), 1, name)
         except _NO_SAMPLES_FAULT:
             raise
         except Exception as error:
@@ -238,12 +238,12 @@ def _score_one_by_one(
             causes[index] = error
             if stop_at_first:
                 break
-    return _gather(scored, len(prompts)), causes
+    return RewardOutput.concatenate(outputs), causes
 
 
 def _raise_unreachable(error: Exception, name: str) -> None:
     """Raise `BackendError` if an error of a reward came from a service that it could not reach, or that is broken."""
-    for cause in _causes(error):
+    for cause in causes(error):
         told = _describe(error) + ("" if cause is error else f" ({_describe(cause)})")
         if isinstance(cause, HTTPError):
             if cause.code in REFUSED_STATUS:
@@ -258,7 +258,7 @@ def _raise_unreachable(error: Exception, name: str) -> None:
         raise BackendError(f"reward {name}: {text}") from error
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
     """An error and its causes, the outermost first: libraries wrap the error of the socket."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -275,31 +275,6 @@ def _columns(parts: Sequence[Mapping[str, np.ndarray]], sizes: Sequence[int]) ->
         )
         for name in names
     }
-
-
-def _gather(scored: Mapping[int, RewardOutput], batch_size: int) -> RewardOutput:
-    return RewardOutput(
-        scores=_place({index: output.scores for index, output in scored.items()}, batch_size),
-        extra=_place_all({index: output.extra for index, output in scored.items()}, batch_size),
-        terms=_place_all({index: output.terms for index, output in scored.items()}, batch_size),
-        errors={index: output.errors[0] for index, output in scored.items() if output.errors},
-    )
-
-
-def _place_all(parts: Mapping[int, Mapping[str, np.ndarray]], batch_size: int) -> dict[str, np.ndarray]:
-    keys = {key: None for arrays in parts.values() for key in arrays}
-    return {
-        key: _place({index: arrays[key] for index, arrays in parts.items() if key in arrays}, batch_size)
-        for key in keys
-    }
-
-
-def _place(parts: Mapping[int, np.ndarray], batch_size: int) -> np.ndarray:
-    """Parts as one array `[B]`; NaN for a missing part."""
-    vector = np.full(batch_size, np.nan)
-    for index, array in parts.items():
-        vector[index] = array[0]
-    return vector
 
 
 def _report(

@@ -57,36 +57,56 @@ BUILT_IN_METRICS = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Scorer:
+    """The reward of one term.
+
+    Attributes:
+        label: its short name; that of a held-out reward begins with `gold/`.
+        reward: scores images; it may return a plain sequence of numbers.
+        weight: of its scores in the sum; 0 if it is held out.
+        tags: tags of the prompts that it scores, empty for all; its scores of other prompts are NaN.
+        frames: the rule by which a reward of images gets the frames of videos.
+    """
+
+    label: str
+    reward: Callable[[ImageArray, list[Prompt]], Any]
+    weight: float = 1.0
+    tags: Sequence[str] = ()
+    frames: str = "middle"
+
+    @property
+    def is_gold(self) -> bool:
+        """Whether its scores are only logged."""
+        return self.label.startswith(GOLD)
+
+    def reads(self, prompt: Prompt) -> bool:
+        """Whether it scores images of this prompt."""
+        return not self.tags or prompt.tag in self.tags
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedSum:
     """`sum_k weight_k * reward_k`, over the terms that score the sample's prompt.
 
     One term keeps the names of its extras. With several, each extra is called `<label>_<extra>`, and the
-    term's own score, before its weight, is logged as `<label>`. Held-out rewards are terms of weight 0 whose label
-    begins with `gold/`. A sample that any of them cannot score has failed, so that all are compared on the same
-    samples.
+    term's own score, before its weight, is logged as `<label>`. A sample that any of them cannot score has failed, so
+    that all are compared on the same samples.
 
     Attributes:
-        labels: a short name for each term.
-        weights: their weights.
-        rewards: their rewards; may return plain sequences of numbers.
-        tags: tags of the prompts that each scores, empty for all; its scores of other prompts are NaN.
-        frames: the rules by which rewards of images get the frames of videos.
+        scorers: of each term, and of each held-out reward.
         timeout: seconds after which the log says which reward is still computing; None never says so.
 
     Raises:
         ConfigError: a score would be logged under the name of another metric: a label, or, when called, an extra.
     """
 
-    labels: tuple[str, ...]
-    weights: tuple[float, ...]
-    rewards: tuple[Callable[[ImageArray, list[Prompt]], Any], ...]
-    tags: tuple[Sequence[str], ...]
-    frames: tuple[str, ...]
+    scorers: tuple[Scorer, ...]
     timeout: float | None = None
 
     def __post_init__(self) -> None:
-        for label in self.labels:
-            if label in BUILT_IN_METRICS and not self._is_lone(label):
+        for scorer in self.scorers:
+            label = scorer.label
+            if label in BUILT_IN_METRICS and not self._is_lone(scorer):
                 raise ConfigError(
                     f"reward.terms has a term {label!r}, whose score would be logged as reward/{label}, a metric of "
                     "every run; rename the function or class"
@@ -95,70 +115,62 @@ class WeightedSum:
     @property
     def name(self) -> str:
         """The labels of all terms, for messages."""
-        return " + ".join(self.labels)
+        return " + ".join(scorer.label for scorer in self.scorers)
 
     @property
     def overlaps(self) -> bool:
         """Whether every term may score parts of a batch, in a thread that runs during sampling."""
-        return all(getattr(reward, "overlaps", False) for reward in self.rewards)
+        return all(getattr(scorer.reward, "overlaps", False) for scorer in self.scorers)
 
     def __call__(self, images: ImageArray, prompts: list[Prompt]) -> RewardOutput:
         """Score the images of `B` prompts."""
-        outputs: dict[str, RewardOutput] = {}
+        outputs: list[RewardOutput] = []
         scores = np.zeros(len(prompts))
-        for label, weight, reward, tags, frames in zip(
-            self.labels, self.weights, self.rewards, self.tags, self.frames, strict=True
-        ):
-            rows = np.flatnonzero([not tags or prompt.tag in tags for prompt in prompts])
-            own = self._score_rows(label, reward, images, prompts, rows, frames)
+        for scorer in self.scorers:
+            rows = np.flatnonzero([scorer.reads(prompt) for prompt in prompts])
+            own = self._score_rows(scorer, images, prompts, rows)
             with np.errstate(invalid="ignore"):  # 0 * inf: the sample has failed
-                scores[rows] += weight * own.scores
-            outputs[label] = own.at(rows, len(prompts))
+                scores[rows] += scorer.weight * own.scores
+            outputs.append(own.at(rows, len(prompts)))
+        scored = list(zip(self.scorers, outputs, strict=True))
         return RewardOutput(
             scores=scores,
-            extra=self._extras(outputs),
-            terms={label: output.scores for label, output in outputs.items() if not label.startswith(GOLD)},
-            errors=self._errors(outputs),
+            extra=self._extras(scored),
+            terms={scorer.label: output.scores for scorer, output in scored if not scorer.is_gold},
+            errors=self._errors(scored),
         )
 
     def describe_cuts(self, prompts: Sequence[Prompt]) -> list[str]:
         """A sentence for each term that does not read all of its prompts to their end."""
         told = []
-        for reward, tags in zip(self.rewards, self.tags, strict=True):
-            describe = getattr(reward, "describe_cuts", None)
-            own = {prompt.text: prompt for prompt in prompts if not tags or prompt.tag in tags}
+        for scorer in self.scorers:
+            describe = getattr(scorer.reward, "describe_cuts", None)
+            own = {prompt.text: prompt for prompt in prompts if scorer.reads(prompt)}
             if describe is not None and (sentence := describe(list(own.values()))) is not None:
                 told.append(sentence)
         return told
 
     def _score_rows(
-        self,
-        label: str,
-        reward: Callable[..., Any],
-        images: ImageArray,
-        prompts: list[Prompt],
-        rows: np.ndarray,
-        frames: str,
+        self, scorer: Scorer, images: ImageArray, prompts: list[Prompt], rows: np.ndarray
     ) -> RewardOutput:
         if len(rows) == 0:
             return RewardOutput(scores=np.zeros(0))
 
         def score(own_images: ImageArray, own_rows: np.ndarray) -> RewardOutput:
             own_prompts = [replace(prompts[row], metadata=dict(prompts[row].metadata)) for row in own_rows]
-            return self._score(label, reward, own_images, own_prompts)
+            return self._score(scorer, own_images, own_prompts)
 
         if images.ndim == 5:
-            takes_videos = getattr(reward, "takes_videos", False)
-            return score_videos(score, images, rows, frames, takes_videos=takes_videos)
+            takes_videos = getattr(scorer.reward, "takes_videos", False)
+            return score_videos(score, images, rows, scorer.frames, takes_videos=takes_videos)
         # A copy for each term, even of all rows: a reward may write into its images, as into its prompts' metadata.
         return score(images[rows], rows)
 
-    def _score(
-        self, label: str, reward: Callable[..., Any], images: ImageArray, prompts: list[Prompt]
-    ) -> RewardOutput:
+    def _score(self, scorer: Scorer, images: ImageArray, prompts: list[Prompt]) -> RewardOutput:
+        label = scorer.label
         try:
             with reported_when_slow(label, self.timeout):
-                return as_reward_output(reward(images, prompts), len(prompts), label)
+                return as_reward_output(scorer.reward(images, prompts), len(prompts), label)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -167,19 +179,19 @@ class WeightedSum:
                 raise BackendError(
                     f"reward {label} raised {error!r}; raise an ordinary exception where it cannot score"
                 ) from error
-            if len(self.labels) > 1:
+            if len(self.scorers) > 1:
                 error.add_note(f"from reward {label}")
             raise
 
-    def _is_lone(self, label: str) -> bool:
+    def _is_lone(self, scorer: Scorer) -> bool:
         """Whether this is the only term that is optimised: its extras keep their names, and its score is the reward."""
-        return not label.startswith(GOLD) and sum(not other.startswith(GOLD) for other in self.labels) == 1
+        return not scorer.is_gold and sum(not other.is_gold for other in self.scorers) == 1
 
-    def _extras(self, outputs: Mapping[str, RewardOutput]) -> dict[str, np.ndarray]:
+    def _extras(self, scored: Sequence[tuple[Scorer, RewardOutput]]) -> dict[str, np.ndarray]:
         extras: dict[str, np.ndarray] = {}
-        for label, output in outputs.items():
-            named = output.extra
-            if not self._is_lone(label):
+        for scorer, output in scored:
+            label, named = scorer.label, output.extra
+            if not self._is_lone(scorer):
                 named = {label: output.scores, **{f"{label}_{key}": named[key] for key in named}}
             for name, array in named.items():
                 if name in BUILT_IN_METRICS or name in extras:
@@ -191,11 +203,11 @@ class WeightedSum:
                 extras[name] = array
         return extras
 
-    def _errors(self, outputs: Mapping[str, RewardOutput]) -> dict[int, str]:
+    def _errors(self, scored: Sequence[tuple[Scorer, RewardOutput]]) -> dict[int, str]:
         errors: dict[int, str] = {}
-        for label, output in outputs.items():
+        for scorer, output in scored:
             for index, error in output.errors.items():
-                errors.setdefault(index, f"{label}: {error}" if len(outputs) > 1 else error)
+                errors.setdefault(index, f"{scorer.label}: {error}" if len(scored) > 1 else error)
         return errors
 
 
@@ -217,15 +229,13 @@ def build_reward(
         ConfigError: an unknown name, an option that the reward does not take, two terms of one name.
         MissingExtraError: a reward needs a package that is not installed.
     """
-    labels = (*_labels("reward.terms", terms), *(f"{GOLD}{label}" for label in _labels("reward.gold", gold)))
-    return WeightedSum(
-        labels=labels,
-        weights=(*(float(term.weight) for term in terms), *(0.0 for _ in gold)),
-        rewards=tuple(_build_term(term) for term in (*terms, *gold)),
-        tags=tuple(term.tags for term in (*terms, *gold)),
-        frames=tuple(term.frames for term in (*terms, *gold)),
-        timeout=timeout,
-    )
+    listed = [(label, term, float(term.weight)) for label, term in _labelled("reward.terms", terms)]
+    listed += [(f"{GOLD}{label}", term, 0.0) for label, term in _labelled("reward.gold", gold)]
+    scorers = [
+        Scorer(label=label, reward=_build_term(term), weight=weight, tags=term.tags, frames=term.frames)
+        for label, term, weight in listed
+    ]
+    return WeightedSum(scorers=tuple(scorers), timeout=timeout)
 
 
 def check_terms(terms: Sequence[RewardTerm], gold: Sequence[RewardTerm] = ()) -> None:
@@ -235,8 +245,7 @@ def check_terms(terms: Sequence[RewardTerm], gold: Sequence[RewardTerm] = ()) ->
         ConfigError: a name is unknown or given twice, or a reward does not take an option.
     """
     for key, listed in (("reward.terms", terms), ("reward.gold", gold)):
-        _labels(key, listed)
-        for term in listed:
+        for _, term in _labelled(key, listed):
             if ":" not in term.name:
                 _check_options(term, _known_reward(term))
 
@@ -301,12 +310,12 @@ def _stated_extras(term: RewardTerm, own: bool) -> Sequence[str] | None:
     return getattr(_imported(term), "extras", ()) if own else None
 
 
-def _labels(key: str, terms: Sequence[RewardTerm]) -> list[str]:
+def _labelled(key: str, terms: Sequence[RewardTerm]) -> list[tuple[str, RewardTerm]]:
     labels = [label_of(term) for term in terms]
     repeated = [label for label in labels if labels.count(label) > 1]
     if repeated:
         raise ConfigError(f"{key} has several terms named {repeated[0]!r}; give each name once")
-    return labels
+    return list(zip(labels, terms, strict=True))
 
 
 def label_of(term: RewardTerm) -> str:

@@ -111,10 +111,7 @@ class HttpReward:
                 raise self.endpoint.error(
                     f"answered the names {names} in extra for one part of a batch, and {list(output.extra)} for another"
                 )
-        return RewardOutput(
-            scores=_joined([output.scores for output in outputs]),
-            extra={name: _joined([output.extra[name] for output in outputs]) for name in names},
-        )
+        return RewardOutput.concatenate([RewardOutput(scores=np.empty(0)), *outputs])
 
     def _score(self, images: np.ndarray, prompts: list[Prompt]) -> RewardOutput:
         body, content_type = _ENCODERS[self.format](images, prompts)
@@ -193,7 +190,3 @@ def _numbers(values: Any, batch_size: int, what: str) -> np.ndarray:
         return np.array([np.nan if value is None else float(value) for value in values])
     except OverflowError:
         raise ValueError(f'a number in "{what}" that is too large') from None
-
-
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate([np.empty(0), *parts])

@@ -25,7 +25,7 @@ import numpy as np
 
 from flowcorr.errors import BackendError, ConfigError, one_sentence
 from flowcorr.private import REDACTED, redact_text
-from flowcorr.rewards.base import REFUSED_STATUS
+from flowcorr.rewards.base import REFUSED_STATUS, causes
 from flowcorr.rewards.options import check_positive, check_whole
 
 logger = logging.getLogger(__name__)
@@ -226,11 +226,8 @@ class Endpoint:
         )
 
     def _no_answer(self, error: httpx2.TransportError) -> _Failure:
-        cause: BaseException = error
-        inner = error.__cause__
-        while inner is not None:  # to what the socket raised, below some wrappers
-            cause = inner if isinstance(inner, OSError) else cause
-            inner = inner.__cause__ or inner.__context__
+        # The socket's own error is below some wrappers.
+        cause = [error, *(inner for inner in causes(error) if isinstance(inner, OSError))][-1]
         if isinstance(cause, ssl.SSLCertVerificationError):
             return _Failure(
                 f"has a certificate that cannot be verified ({cause.verify_message}); "

@@ -7,7 +7,7 @@ from flowcorr.config import RewardTerm
 from flowcorr.errors import ConfigError
 from flowcorr.records import Prompt
 from flowcorr.rewards import RewardOutput, build_reward, frame_rules, score_batch
-from flowcorr.rewards.combine import WeightedSum
+from flowcorr.rewards.combine import Scorer, WeightedSum
 from flowcorr.rewards.frames import TOGETHER, chosen_frames
 
 LEVELS = np.arange(60).reshape(6, 10)  # of the frames of six videos
@@ -24,7 +24,7 @@ def brightness(images, prompts):
 
 def score(reward, rule, **facts):
     reward.__dict__.update(facts)
-    whole = WeightedSum(labels=("own",), weights=(1.0,), rewards=(reward,), tags=((),), frames=(rule,))
+    whole = WeightedSum(scorers=(Scorer(label="own", reward=reward, frames=rule),))
     return score_batch(whole, VIDEOS, PROMPTS)[0]
 
 
@@ -82,7 +82,7 @@ def test_a_frame_that_fails_fails_its_sample():
         bad = {int(row): "it is too dark" for row in np.flatnonzero(scores == 13)}
         return RewardOutput(scores=np.where(scores == 13, np.nan, scores), errors=bad)
 
-    whole = WeightedSum(labels=("own",), weights=(1.0,), rewards=(picky,), tags=((),), frames=("mean",))
+    whole = WeightedSum(scorers=(Scorer(label="own", reward=picky, frames="mean"),))
     output, failed = score_batch(whole, VIDEOS, PROMPTS, on_error="drop_group")
     assert failed.tolist() == [False, True, False, False, False, False]
     assert whole(VIDEOS, PROMPTS).errors == {1: "frame 3: it is too dark"}

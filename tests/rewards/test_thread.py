@@ -16,9 +16,11 @@ from flowcorr.rewards import (
     ThreadReward,
     WeightedSum,
     build_reward,
+    reward_name,
     score_batch,
     scored_ahead,
 )
+from flowcorr.rewards.combine import Scorer
 from flowcorr.rewards.thread import MAX_WAITING
 
 IMAGES = np.random.default_rng(0).integers(0, 255, (7, 16, 24, 3), dtype=np.uint8)
@@ -59,15 +61,8 @@ def start():
     started = []
 
     def enter(*rewards, timeout=None):
-        labels = tuple(getattr(reward, "name", None) or reward.__name__ for reward in rewards)
-        local = WeightedSum(
-            labels=labels,
-            weights=(0.5,) * len(labels),
-            rewards=rewards,
-            tags=((),) * len(labels),
-            frames=("middle",) * len(labels),
-            timeout=timeout,
-        )
+        scorers = tuple(Scorer(label=reward_name(reward), reward=reward, weight=0.5) for reward in rewards)
+        local = WeightedSum(scorers=scorers, timeout=timeout)
         started.append(ThreadReward(local))
         return local, started[-1]
 
