@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
 
-from flowcorr.errors import BackendError
+from flowcorr.errors import BackendError, MissingExtraError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -65,16 +66,51 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def kept_id(file: Path) -> str | None:
-    """The run id that a tracker stored in a file; None without a file, or with one that a crash left empty."""
-    return (file.read_text(encoding="utf-8").strip() or None) if file.exists() else None
+class ServiceTracker:
+    """A run of a service with a Python package; a continued run goes on under the id that it left in the run folder.
 
-
-def keep_id(file: Path, run_id: str) -> None:
-    """Leave the id of a tracker's run in the folder.
+    Attributes:
+        package: the package, the extra that installs it, and the tracker's name.
 
     Raises:
-        BackendError: it cannot be written to, such as when the disk is full.
+        MissingExtraError: the package is not installed.
     """
-    with writing(file):
-        file.write_text(f"{run_id}\n", encoding="utf-8")
+
+    package: ClassVar[str]
+
+    def __init__(self) -> None:
+        try:
+            self._service: Any = importlib.import_module(self.package)
+        except ImportError as error:
+            raise MissingExtraError(f"tracker {self.package}", self.package, self.package, error) from error
+        self._run: Any = None
+
+    def _start(
+        self, out_dir: Path, resume_step: int | None, failure: type[Exception], **options: Any
+    ) -> None:
+        """Start a run of the service, or go on with the one that the run folder names.
+
+        Args:
+            out_dir: the run folder.
+            resume_step: see `Tracker.start`.
+            failure: the error of the service for a run that cannot start.
+            options: of its `init`.
+
+        Raises:
+            BackendError: the service cannot start, or the run folder cannot be written to.
+        """
+        out_dir.mkdir(parents=True, exist_ok=True)
+        file = out_dir / f"{self.package}_run_id.txt"
+        earlier = None
+        if resume_step is not None and file.exists():
+            earlier = file.read_text(encoding="utf-8").strip() or None  # a crash may leave it empty
+        try:
+            self._run = self._service.init(id=earlier, resume="allow" if earlier else None, **options)
+        except failure as error:
+            raise BackendError(
+                f"tracker {self.package} cannot start ({error}); run `{self.package} login`, set "
+                f"{self.package.upper()}_MODE=offline, or take {self.package} out of trainer.trackers"
+            ) from error
+        if self._run.id != earlier:
+            with writing(file):
+                file.write_text(f"{self._run.id}\n", encoding="utf-8")

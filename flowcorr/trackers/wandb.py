@@ -8,52 +8,34 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowcorr.errors import BackendError, MissingExtraError
 from flowcorr.private import redact
-from flowcorr.trackers.base import Ending, keep_id, kept_id
+from flowcorr.trackers.base import Ending, ServiceTracker
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-ID_FILE = "wandb_run_id.txt"
 STEP = "step"
 
 
-class WandbTracker:
+class WandbTracker(ServiceTracker):
     """One wandb run a training run; `WANDB_PROJECT`, `WANDB_MODE` and wandb's other variables are respected.
 
     A continued run goes on under the id that it left in the run folder. Metrics carry `step` as their own
     axis: wandb would drop steps that are logged a second time after a resume.
-
-    Raises:
-        MissingExtraError: wandb is not installed.
     """
 
-    def __init__(self) -> None:
-        self._wandb = _import_wandb()
-        self._run: Any = None
+    package = "wandb"
 
     def start(self, run_name: str, out_dir: Path, *, resume_step: int | None = None) -> None:
         """Start a wandb run, or go on with the one that the run folder names."""
-        wandb = self._wandb
-        out_dir.mkdir(parents=True, exist_ok=True)
-        id_file = out_dir / ID_FILE
-        earlier = None if resume_step is None else kept_id(id_file)
-        try:
-            self._run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", "flowcorr"),
-                name=run_name,
-                dir=str(out_dir),
-                id=earlier,
-                resume="allow" if earlier else None,
-            )
-        except wandb.Error as error:
-            raise BackendError(
-                f"tracker wandb cannot start ({error}); run `wandb login`, set WANDB_MODE=offline, "
-                "or take wandb out of trainer.trackers"
-            ) from error
-        if self._run.id != earlier:
-            keep_id(id_file, self._run.id)
+        self._start(
+            out_dir,
+            resume_step,
+            self._service.Error,
+            project=os.environ.get("WANDB_PROJECT", "flowcorr"),
+            name=run_name,
+            dir=str(out_dir),
+        )
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
 
@@ -67,12 +49,14 @@ class WandbTracker:
 
     def log_images(self, images: Mapping[str, Sequence[Image]], step: int) -> None:
         """Log images."""
-        pictures = {name: [self._wandb.Image(picture) for picture in group] for name, group in images.items()}
+        pictures = {
+            name: [self._service.Image(picture) for picture in group] for name, group in images.items()
+        }
         self._run.log({STEP: step, **pictures})
 
     def log_videos(self, videos: Mapping[str, bytes], step: int) -> None:
         """Log videos."""
-        films = {name: self._wandb.Video(io.BytesIO(video), format="gif") for name, video in videos.items()}
+        films = {name: self._service.Video(io.BytesIO(video), format="gif") for name, video in videos.items()}
         self._run.log({STEP: step, **films})
 
     def finish(self, ending: Ending) -> None:
@@ -80,11 +64,3 @@ class WandbTracker:
         if self._run is not None:
             self._run.finish(exit_code=int(ending != "finished"))
             self._run = None
-
-
-def _import_wandb() -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise MissingExtraError("tracker wandb", "wandb", "wandb", error) from error
-    return wandb
