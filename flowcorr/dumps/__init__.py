@@ -20,12 +20,11 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, Required, Self, TypedDict, Unpack
 
-import torch
 from torch import Tensor
 
 from flowcorr.dumps import arrays, checks
@@ -35,6 +34,7 @@ from flowcorr.dumps.replay import ReplaySamples, discard_replay, save_replay
 from flowcorr.errors import BatchError, ConfigError, unknown_choice
 from flowcorr.imports import is_own_name
 from flowcorr.losses.table import CLIP, LOSSES
+from flowcorr.records import concatenated, tensors_of
 
 FOLDER = "log_probs"
 GIVES = {
@@ -109,15 +109,12 @@ class DumpedTerms:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name; a field that is None is left out."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        return tensors_of(self)
 
     @classmethod
     def concatenate(cls, parts: Sequence[Self]) -> Self:
         """The samples of all parts in order; all parts must have the same optional tensors."""
-        columns = [part.tensors() for part in parts]
-        joined: dict[str, Any] = {name: torch.cat([part[name] for part in columns]) for name in columns[0]}
-        return replace(parts[0], **joined)
+        return concatenated(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from flowcorr.dumps import checks
 from flowcorr.dumps.checks import Array
 from flowcorr.dumps.files import damaged, opened, write
 from flowcorr.errors import BatchError, ConfigError
-from flowcorr.records import HIGHEST_NOISE_LEVEL
+from flowcorr.records import HIGHEST_NOISE_LEVEL, tensors_of
 
 COUNT = 4
 """Samples of a step that are kept."""
@@ -152,8 +152,7 @@ class ReplaySamples:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name, without the adapter's."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        return tensors_of(self)
 
     def missing(self) -> list[str]:
         """A line for each field of `COSTS` that is not there."""

@@ -11,6 +11,8 @@ from .tensors import (
     Window,
     check_shape,
     check_tensor,
+    concatenated,
+    tensors_of,
 )
 
 __all__ = [
@@ -27,5 +29,7 @@ __all__ = [
     "Window",
     "check_shape",
     "check_tensor",
+    "concatenated",
     "distinct",
+    "tensors_of",
 ]

@@ -51,7 +51,7 @@ class Window:
 
     def columns(self) -> dict[str, Tensor]:
         """The tensors by name; a field that is None is left out."""
-        return _tensors(self)
+        return tensors_of(self)
 
     def step(self, t: int) -> Window:
         """Step `t` alone, as a window of one step."""
@@ -142,7 +142,7 @@ class Rollout:
             check_shape("Rollout.final_latents", self.final_latents, (samples, *self.latent_shape))
         if self.conditioning:
             self._check_conditioning()
-        for name, tensor in (_tensors(self) | self.window.columns()).items():
+        for name, tensor in (tensors_of(self) | self.window.columns()).items():
             allowed = _DTYPES.get(name, (tensor.dtype,))
             if tensor.dtype not in allowed:
                 raise BatchError(f"Rollout's {name} have dtype {tensor.dtype}; they must be {allowed[0]}")
@@ -192,7 +192,7 @@ class Rollout:
         """The samples of all parts, in order; every part must hold the same optional fields."""
         first = parts[0]
         joined = replace(
-            _join(parts),
+            concatenated(parts),
             conditioning={
                 name: torch.cat([part.conditioning[name] for part in parts]) for name in first.conditioning
             },
@@ -242,7 +242,7 @@ class ActorBatch:
 
     def step(self, t: int) -> ActorBatch:
         """The window's step `t` alone, as a window of one step."""
-        columns = {name: value[:, t : t + 1] for name, value in _tensors(self).items() if value.dim() > 1}
+        columns = {name: value[:, t : t + 1] for name, value in tensors_of(self).items() if value.dim() > 1}
         return replace(self, rollout=self.rollout.step(t), **columns)
 
 
@@ -271,7 +271,7 @@ class Scores:
     @staticmethod
     def concatenate(parts: Sequence[Scores], dim: int = 0) -> Scores:
         """All parts, of which either all or none have means, along the samples or (1) along the steps."""
-        return _join(parts, dim)
+        return concatenated(parts, dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -327,7 +327,7 @@ class Terms:
     @staticmethod
     def concatenate(parts: Sequence[Terms]) -> Terms:
         """The samples of all parts in order; every part must hold the same optional columns."""
-        return _join(parts)
+        return concatenated(parts)
 
     def detach(self) -> Terms:
         """The same values without their graph."""
@@ -406,20 +406,21 @@ def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 def _each(record: RecordT, change: Callable[[Tensor], Tensor]) -> RecordT:
     """Apply a function to every tensor of a record, including nested records."""
-    changed: dict[str, Any] = {name: change(tensor) for name, tensor in _tensors(record).items()}
+    changed: dict[str, Any] = {name: change(tensor) for name, tensor in tensors_of(record).items()}
     changed |= {name: _each(inner, change) for name, inner in _records(record).items()}
     return replace(cast(Any, record), **changed)
 
 
-def _join(parts: Sequence[RecordT], dim: int = 0) -> RecordT:
+def concatenated(parts: Sequence[RecordT], dim: int = 0) -> RecordT:
     """Concatenate the tensors of records, including nested records."""
-    tensors, records = ([of(part) for part in parts] for of in (_tensors, _records))
+    tensors, records = ([of(part) for part in parts] for of in (tensors_of, _records))
     joined: dict[str, Any] = {name: torch.cat([part[name] for part in tensors], dim) for name in tensors[0]}
-    joined |= {name: _join([part[name] for part in records], dim) for name in records[0]}
+    joined |= {name: concatenated([part[name] for part in records], dim) for name in records[0]}
     return replace(cast(Any, parts[0]), **joined)
 
 
-def _tensors(record: Any) -> dict[str, Tensor]:
+def tensors_of(record: Any) -> dict[str, Tensor]:
+    """The tensors among the fields of a record, by name."""
     values = {entry.name: getattr(record, entry.name) for entry in fields(record)}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
