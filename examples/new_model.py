@@ -7,7 +7,7 @@
 An adapter says what its pipeline does between the prompt and the velocity, and nothing about training. Read the
 pipeline's `__call__` from top to bottom and put each part into its method; `compare_with_pipeline` then names the part
 that differs. Here latents are packed, as in FLUX; `flowcorr/models/z_image.py` is a family with spatial ones. What the
-adapter does not say is the base's: here `decode`, by a VAE that scales its latents by one number.
+adapter does not say is the base's: here most of `predict`, and `decode` by a VAE that scales its latents by one number.
 
 In vllm-omni, `predict`, `guide` and `decode` run without the pipeline: there `self.pipeline` has a `vae` and a
 `transformer` with its `config`, and nothing else.
@@ -49,22 +49,18 @@ class LongCatImage(PackedFamily):
         embeds, _ = self.pipeline.encode_prompt(texts)
         return {"prompt_embeds": embeds}
 
-    def predict(self, transformer, latents, timesteps, conditioning, guidance):
-        # Under guidance this is one pass of twice the batch, first with the tensors `negative_x` in place of `x`.
+    def inputs(self, latents, conditioning, guidance):
+        # The transformer's inputs beside tokens, time and text. Under guidance it is called once, for twice the batch,
+        # first with the tensors `negative_x` in place of `x`.
         embeds = conditioning["prompt_embeds"]
         _, rows, columns, _ = latents.shape
         length = embeds.shape[1]
         text = torch.arange(length, device=embeds.device)
         image = positions(1, rows, columns, device=embeds.device)
-        velocity = transformer(
-            hidden_states=self.tokens(latents, conditioning),
-            timestep=timesteps / 1000,
-            encoder_hidden_states=embeds,
-            txt_ids=torch.stack([torch.zeros_like(text), text, text], dim=1),
-            img_ids=image + image.new_tensor([1, length, length]),
-            return_dict=False,
-        )[0].float()
-        return self.on_grid(velocity, latents)
+        return {
+            "txt_ids": torch.stack([torch.zeros_like(text), text, text], dim=1),
+            "img_ids": image + image.new_tensor([1, length, length]),
+        }
 
     def guide(self, negative, positive, scale):
         # The pipeline's own guidance: no token gets a larger norm by it.

@@ -50,7 +50,8 @@ GIVES = {
 }
 """Optional fields of `dump`, and what each gives."""
 _OF_STEP = ("version", "num_elements")
-_TOLD = (*_OF_STEP, "loss_mode", "clip_ratio", "adv_clip_max")  # in the metadata of a file
+_OF_LOSS = ("clip_ratio", "adv_clip_max")
+_TOLD = (*_OF_STEP, "loss_mode", *_OF_LOSS)  # in the metadata of a file
 _STEP = "step_{:06d}.safetensors"
 _STEP_NAME = re.compile(r"step_([0-9]{1,12})\.safetensors")
 
@@ -286,7 +287,7 @@ def load(path: Path) -> DumpedTerms:
         tensors = {name: arrays.numbers(name, file.get_tensor(name)) for name in header}
     bypass = metadata["mode"] == "bypass"
     values: dict[str, Any] = {**tensors}
-    values |= {name: int(metadata[name]) for name in ("num_elements", "version") if name in metadata}
+    values |= {name: int(metadata[name]) for name in _OF_STEP if name in metadata}
     terms = DumpedTerms(bypass=bypass, **values)
     problem = checks.problem_of_values(tensors, terms.version)
     problem = problem or checks.problem_of_log_probs(
@@ -304,9 +305,7 @@ def load_loss(path: Path) -> LoggedLoss:
         ConfigError: as `load`.
     """
     with _opened(path) as (_, metadata):
-        numbers = {
-            name: json.loads(metadata[name]) for name in ("clip_ratio", "adv_clip_max") if name in metadata
-        }
+        numbers = {name: json.loads(metadata[name]) for name in _OF_LOSS if name in metadata}
         return LoggedLoss(loss_mode=metadata["loss_mode"], **numbers)
 
 
@@ -333,18 +332,13 @@ def discard_after(run_dir: Path, step: int) -> None:
 
 def missing(terms: DumpedTerms, loss: LoggedLoss) -> list[str]:
     """The names of the fields of `GIVES` that are not there, and that would tell something."""
-    known = {*terms.tensors()}
-    known |= {name for name in ("num_elements", "clip_ratio") if _known(name, terms, loss)}
+    known = {*terms.tensors(), *_numbers(terms, loss)}
     if not terms.bypass or terms.current_log_probs is None:
         known.add("before_update")  # it would say nothing
     row = LOSSES.get(loss.loss_mode)
     if row is not None and row.limit != CLIP:
         known.add("clip_ratio")  # the loss reads none
     return [name for name in GIVES if name not in known]
-
-
-def _known(name: str, terms: DumpedTerms, loss: LoggedLoss) -> bool:
-    return getattr(terms if name == "num_elements" else loss, name) is not None
 
 
 def _found(run_dir: Path) -> list[tuple[int, Path]]:
@@ -374,15 +368,13 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
 
 
 def _metadata(step: int, terms: DumpedTerms, loss: LoggedLoss) -> dict[str, str]:
-    metadata = {
-        "step": str(step),
-        "mode": "bypass" if terms.bypass else "decoupled",
-        "loss_mode": loss.loss_mode,
-    }
-    numbers = {
-        "num_elements": terms.num_elements,
-        "version": terms.version,
-        "clip_ratio": loss.clip_ratio,
-        "adv_clip_max": loss.adv_clip_max,
-    }
-    return metadata | {name: json.dumps(value) for name, value in numbers.items() if value is not None}
+    mode = "bypass" if terms.bypass else "decoupled"
+    numbers = {name: json.dumps(value) for name, value in _numbers(terms, loss).items()}
+    return {"step": str(step), "mode": mode, "loss_mode": loss.loss_mode, **numbers}
+
+
+def _numbers(terms: DumpedTerms, loss: LoggedLoss) -> dict[str, Any]:
+    """The numbers of the metadata that are known."""
+    stated = {name: getattr(terms, name) for name in _OF_STEP}
+    stated |= {name: getattr(loss, name) for name in _OF_LOSS}
+    return {name: value for name, value in stated.items() if value is not None}

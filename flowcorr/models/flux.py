@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -53,28 +53,19 @@ class Flux(PackedFamily):
         embeds, pooled, _ = self.pipeline.encode_prompt(texts, None, max_sequence_length=self.text_tokens)
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
-    def predict(
-        self,
-        transformer: Callable[..., Any],
-        latents: Tensor,
-        timesteps: Tensor,
-        conditioning: Mapping[str, Tensor],
-        guidance: Guidance,
-    ) -> Tensor:
+    def inputs(
+        self, latents: Tensor, conditioning: Mapping[str, Tensor], guidance: Guidance
+    ) -> dict[str, Any]:
         embeds = conditioning["prompt_embeds"]
-        velocity = transformer(
-            hidden_states=self.tokens(latents, conditioning),
-            timestep=timesteps / 1000,
-            guidance=torch.full_like(timesteps, guidance.guidance_scale) if self.distills_guidance else None,
-            pooled_projections=conditioning["pooled_prompt_embeds"],
-            encoder_hidden_states=embeds,
-            txt_ids=embeds.new_zeros(embeds.shape[1], 3),
-            img_ids=self.places(latents, conditioning).to(embeds.dtype),
-            return_dict=False,
-        )[0].float()
-        return self.on_grid(velocity, latents)
+        scale = latents.new_full((len(latents),), guidance.guidance_scale)
+        return {
+            "guidance": scale if self.distills_guidance else None,
+            "pooled_projections": conditioning["pooled_prompt_embeds"],
+            "txt_ids": embeds.new_zeros(embeds.shape[1], 3),
+            "img_ids": self.places(latents, conditioning).to(embeds.dtype),
+        }
 
     def places(self, latents: Tensor, conditioning: Mapping[str, Tensor]) -> Tensor:
-        """Places `[tokens, 3]` of the tokens of `PackedFamily.tokens`."""
+        """Places `[tokens, 3]` of the tokens of all images, first of the one that is drawn."""
         _, rows, columns, _ = latents.shape
         return positions(1, rows, columns, device=latents.device)

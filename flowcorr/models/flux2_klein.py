@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,14 +75,9 @@ class Flux2Klein(PackedFamily):
         embeds, _ = self.pipeline.encode_prompt(texts, max_sequence_length=self.text_tokens)
         return {"prompt_embeds": embeds}
 
-    def predict(
-        self,
-        transformer: Callable[..., Any],
-        latents: Tensor,
-        timesteps: Tensor,
-        conditioning: Mapping[str, Tensor],
-        guidance: Guidance,
-    ) -> Tensor:
+    def inputs(
+        self, latents: Tensor, conditioning: Mapping[str, Tensor], guidance: Guidance
+    ) -> dict[str, Any]:
         embeds = conditioning["prompt_embeds"]
         _, rows, columns, _ = latents.shape
         places = positions(1, rows, columns, 1, device=embeds.device)
@@ -91,16 +86,8 @@ class Flux2Klein(PackedFamily):
             places_of_references = positions(count, *grid, 1, device=embeds.device)
             places_of_references[:, 0] = 10 * (places_of_references[:, 0] + 1)
             places = torch.cat([places, places_of_references])
-        velocity = transformer(
-            hidden_states=self.tokens(latents, conditioning),
-            timestep=timesteps / 1000,
-            guidance=None,
-            encoder_hidden_states=embeds,
-            txt_ids=positions(1, 1, 1, embeds.shape[1], device=embeds.device),
-            img_ids=places,
-            return_dict=False,
-        )[0].float()
-        return self.on_grid(velocity, latents)
+        text = positions(1, 1, 1, embeds.shape[1], device=embeds.device)
+        return {"guidance": None, "txt_ids": text, "img_ids": places}
 
     def encode_image(self, pixels: Tensor) -> Tensor:
         vae = self.pipeline.vae

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -46,23 +46,13 @@ class OvisImage(PackedFamily):
             [message], tokenize=False, add_generation_prompt=True, enable_thinking=False
         )
 
-    def predict(
-        self,
-        transformer: Callable[..., Any],
-        latents: Tensor,
-        timesteps: Tensor,
-        conditioning: Mapping[str, Tensor],
-        guidance: Guidance,
-    ) -> Tensor:
+    def inputs(
+        self, latents: Tensor, conditioning: Mapping[str, Tensor], guidance: Guidance
+    ) -> dict[str, Any]:
         embeds = conditioning["prompt_embeds"]
         _, rows, columns, _ = latents.shape
         places = torch.arange(embeds.shape[1], device=embeds.device)
-        velocity = transformer(
-            hidden_states=self.tokens(latents, conditioning),
-            timestep=timesteps / 1000,
-            encoder_hidden_states=embeds,
-            txt_ids=torch.stack([torch.zeros_like(places), places, places], dim=1).to(embeds.dtype),
-            img_ids=positions(1, rows, columns, device=embeds.device).to(embeds.dtype),
-            return_dict=False,
-        )[0].float()
-        return self.on_grid(velocity, latents)
+        return {
+            "txt_ids": torch.stack([torch.zeros_like(places), places, places], dim=1).to(embeds.dtype),
+            "img_ids": positions(1, rows, columns, device=embeds.device).to(embeds.dtype),
+        }

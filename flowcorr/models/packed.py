@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -62,20 +62,41 @@ class PackedFamily(ModelFamily):
     def embed(self, prompts: Sequence[Prompt], guidance: Guidance) -> Conditioning:
         return super().embed(prompts, guidance) | self.encode_references(prompts)
 
-    @staticmethod
-    def tokens(latents: Tensor, conditioning: Mapping[str, Tensor]) -> Tensor:
-        """Tokens `[B, tokens, channels]` of the image that is drawn, and behind them those of the reference images."""
-        dtype = conditioning["prompt_embeds"].dtype
-        tokens = latents.flatten(1, 2).to(dtype)
-        if "references" not in conditioning:
-            return tokens
-        return torch.cat([tokens, conditioning["references"].flatten(1, 3).to(dtype)], dim=1)
-
-    @staticmethod
-    def on_grid(outputs: Tensor, latents: Tensor) -> Tensor:
-        """Outputs `[B, *L]` for the image that is drawn, of outputs `[B, tokens, channels]` for the tokens above."""
+    def predict(
+        self,
+        transformer: Callable[..., Any],
+        latents: Tensor,
+        timesteps: Tensor,
+        conditioning: Mapping[str, Tensor],
+        guidance: Guidance,
+    ) -> Tensor:
+        embeds = conditioning["prompt_embeds"]
         _, rows, columns, _ = latents.shape
-        return outputs[:, : rows * columns].unflatten(1, (rows, columns))
+        tokens = [latents.flatten(1, 2)]
+        if "references" in conditioning:  # behind the image that is drawn
+            tokens.append(conditioning["references"].flatten(1, 3))
+        velocity = transformer(
+            hidden_states=torch.cat([part.to(embeds.dtype) for part in tokens], dim=1),
+            timestep=timesteps / 1000,
+            encoder_hidden_states=embeds,
+            **self.inputs(latents, conditioning, guidance),
+            return_dict=False,
+        )[0].float()
+        return velocity[:, : rows * columns].unflatten(1, (rows, columns))
+
+    def inputs(
+        self, latents: Tensor, conditioning: Mapping[str, Tensor], guidance: Guidance
+    ) -> dict[str, Any]:
+        """The transformer's inputs beside tokens, timesteps and text, such as the places of tokens; here none.
+
+        Tokens are those of the image that is drawn, and behind them those of the reference images.
+
+        Args:
+            latents: `[B, *L]`.
+            conditioning: `{name: [B, ...]}`: the text as `prompt_embeds`, and reference images as `references`.
+            guidance: for transformers that have it as an input.
+        """
+        return {}
 
     @torch.no_grad()
     def encode_references(self, prompts: Sequence[Prompt]) -> Conditioning:

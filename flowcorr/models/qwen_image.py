@@ -80,29 +80,18 @@ class QwenImage(PackedFamily):
             "prompt_embeds_mask": functional.pad(mask.bool(), (0, missing)),
         }
 
-    def predict(
-        self,
-        transformer: Callable[..., Any],
-        latents: Tensor,
-        timesteps: Tensor,
-        conditioning: Mapping[str, Tensor],
-        guidance: Guidance,
-    ) -> Tensor:
-        embeds = conditioning["prompt_embeds"]
+    def inputs(
+        self, latents: Tensor, conditioning: Mapping[str, Tensor], guidance: Guidance
+    ) -> dict[str, Any]:
         samples, rows, columns, _ = latents.shape
         grids = [(1, rows, columns)]
         if "references" in conditioning:
             _, count, height, width, _ = conditioning["references"].shape
             grids += [(1, height, width)] * count
-        velocity = transformer(
-            hidden_states=self.tokens(latents, conditioning),
-            timestep=timesteps / 1000,
-            encoder_hidden_states=embeds,
-            encoder_hidden_states_mask=conditioning["prompt_embeds_mask"],
-            img_shapes=[grids] * samples,
-            return_dict=False,
-        )[0].float()
-        return self.on_grid(velocity, latents)
+        return {
+            "encoder_hidden_states_mask": conditioning["prompt_embeds_mask"],
+            "img_shapes": [grids] * samples,
+        }
 
     def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
         """As `ModelFamily.guide`, but every token keeps the norm that it has under the prompt: `QwenImagePipeline`."""
