@@ -23,18 +23,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, Required, Self, TypedDict, Unpack
-
-from torch import Tensor
+from typing import Any, Required, TypedDict, Unpack
 
 from flowcorr.dumps import arrays, checks
 from flowcorr.dumps.checks import Array
+from flowcorr.dumps.checks import DumpedTerms as DumpedTerms
 from flowcorr.dumps.files import damaged, opened, write
 from flowcorr.dumps.replay import ReplaySamples, discard_replay, save_replay
 from flowcorr.errors import BatchError, ConfigError, unknown_choice
 from flowcorr.imports import is_own_name
 from flowcorr.losses.table import CLIP, LOSSES
-from flowcorr.records import concatenated, tensors_of
 
 FOLDER = "log_probs"
 GIVES = {
@@ -54,68 +52,6 @@ _OF_LOSS = ("clip_ratio", "adv_clip_max")
 _TOLD = (*_OF_STEP, "loss_mode", *_OF_LOSS)  # in the metadata of a file
 _STEP = "step_{:06d}.safetensors"
 _STEP_NAME = re.compile(r"step_([0-9]{1,12})\.safetensors")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DumpedTerms:
-    """The numbers of a training step in a file, `[B, T]` unless another shape is given; unknown columns are None.
-
-    `flowcorr.instruments.steps` makes of it the `Terms` that losses and corrections read. Log-probs and exact KLs are
-    in nats per latent element. A log-prob that is not finite is a term that was left out.
-
-    Attributes:
-        rollout_log_probs: of the rollout policy.
-        old_log_probs: of the old policy, in the PPO ratio: recomputed in decoupled mode, the rollout's in bypass.
-        advantages: `[B]`, before rejection.
-        current_log_probs: of the current policy, as the loss used them last; NaN if not finite. With one epoch they are
-            scored with the term's mini-batch. In decoupled mode those of the first mini-batch therefore equal the old
-            ones, if the old policy has the current weights (`actor.old_policy`).
-        before_update: 1 where the term of `current_log_probs` was scored before the step's first update, so that it
-            holds nothing that was learned from the batch; else 0.
-        rewards: `[B]`, the values that `reward/mean` averages; with `rollout.n_learned` those of the chosen samples.
-        timesteps, sigmas, sigmas_next, step_indices: as in `Rollout`.
-        stds: full standard deviations of the steps.
-        group_ids, policy_versions, worker_ids: `[B]`, as in `Rollout`.
-        old_rollout_kl: exact KL of the old policy from the rollout policy.
-        current_old_kl: exact KL of the current policy from the old policy.
-        current_rollout_kl: exact KL of the current policy from the rollout policy.
-        drift_squares, gradient_squares: see `flowcorr.algorithm.drift_squares`; NaN if not measured.
-        num_elements: `D`.
-        version: of the trainer's weights when the step began, counted as `policy_versions` are.
-        bypass: whether the step was in bypass mode.
-    """
-
-    rollout_log_probs: Tensor
-    old_log_probs: Tensor
-    advantages: Tensor
-    current_log_probs: Tensor | None = None
-    before_update: Tensor | None = None
-    rewards: Tensor | None = None
-    timesteps: Tensor | None = None
-    sigmas: Tensor | None = None
-    sigmas_next: Tensor | None = None
-    stds: Tensor | None = None
-    step_indices: Tensor | None = None
-    group_ids: Tensor | None = None
-    policy_versions: Tensor | None = None
-    worker_ids: Tensor | None = None
-    old_rollout_kl: Tensor | None = None
-    current_old_kl: Tensor | None = None
-    current_rollout_kl: Tensor | None = None
-    drift_squares: Tensor | None = None
-    gradient_squares: Tensor | None = None
-    num_elements: int | None = None
-    version: int | None = None
-    bypass: bool = False
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name; a field that is None is left out."""
-        return tensors_of(self)
-
-    @classmethod
-    def concatenate(cls, parts: Sequence[Self]) -> Self:
-        """The samples of all parts in order; all parts must have the same optional tensors."""
-        return concatenated(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

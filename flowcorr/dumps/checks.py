@@ -1,4 +1,4 @@
-"""Checks of the metadata and tensors of a step's file, when it is read or written.
+"""The tensors of a step's file, with the rules of each, and checks of them and of the metadata.
 
 Each `problem_of_*` returns the first problem in words, with the field, its value and what is allowed; empty if there is
 none.
@@ -12,14 +12,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self, get_origin, get_type_hints
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flowcorr.errors import BatchError
-from flowcorr.records import HIGHEST_NOISE_LEVEL
+from flowcorr.records import HIGHEST_NOISE_LEVEL, concatenated, tensors_of
 
 MAX_SCHEDULE = 1000
 """Steps of the longest schedule that a file may be of, and so of the longest window."""
@@ -63,26 +63,80 @@ class Column:
         return values[~good]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DumpedTerms:
+    """The numbers of a training step in a file, `[B, T]` unless another shape is given; unknown columns are None.
+
+    `flowcorr.instruments.steps` makes of it the `Terms` that losses and corrections read. Log-probs and exact KLs are
+    in nats per latent element. A log-prob that is not finite is a term that was left out.
+
+    Attributes:
+        rollout_log_probs: of the rollout policy.
+        old_log_probs: of the old policy, in the PPO ratio: recomputed in decoupled mode, the rollout's in bypass.
+        advantages: `[B]`, before rejection.
+        current_log_probs: of the current policy, as the loss used them last; NaN if not finite. With one epoch they are
+            scored with the term's mini-batch. In decoupled mode those of the first mini-batch therefore equal the old
+            ones, if the old policy has the current weights (`actor.old_policy`).
+        before_update: 1 where the term of `current_log_probs` was scored before the step's first update, so that it
+            holds nothing that was learned from the batch; else 0.
+        rewards: `[B]`, the values that `reward/mean` averages; with `rollout.n_learned` those of the chosen samples.
+        timesteps, sigmas, sigmas_next, step_indices: as in `Rollout`.
+        stds: full standard deviations of the steps.
+        group_ids, policy_versions, worker_ids: `[B]`, as in `Rollout`.
+        old_rollout_kl: exact KL of the old policy from the rollout policy.
+        current_old_kl: exact KL of the current policy from the old policy.
+        current_rollout_kl: exact KL of the current policy from the rollout policy.
+        drift_squares, gradient_squares: see `flowcorr.algorithm.drift_squares`; NaN if not measured.
+        num_elements: `D`.
+        version: of the trainer's weights when the step began, counted as `policy_versions` are.
+        bypass: whether the step was in bypass mode.
+    """
+
+    rollout_log_probs: Annotated[Tensor, Column()]
+    old_log_probs: Annotated[Tensor, Column()]
+    advantages: Annotated[
+        Tensor, Column(per_sample=True, low=-_FLOAT32.max, high=_FLOAT32.max, others="none")
+    ]
+    current_log_probs: Annotated[Tensor | None, Column()] = None
+    before_update: Annotated[Tensor | None, Column(whole=True, low=0, high=1, others="none")] = None
+    rewards: Annotated[Tensor | None, Column(per_sample=True)] = None
+    timesteps: Annotated[Tensor | None, Column()] = None
+    sigmas: Annotated[Tensor | None, Column(shared=True, low=0, high=HIGHEST_NOISE_LEVEL, others="none")] = (
+        None
+    )
+    sigmas_next: Annotated[Tensor | None, Column(low=0, high=HIGHEST_NOISE_LEVEL, others="none")] = None
+    stds: Annotated[
+        Tensor | None, Column(shared=True, low=_FLOAT32.tiny, high=_FLOAT32.max, others="nan")
+    ] = None
+    step_indices: Annotated[
+        Tensor | None, Column(shared=True, whole=True, low=0, high=MAX_SCHEDULE - 1, others="none")
+    ] = None
+    group_ids: Annotated[Tensor | None, Column(per_sample=True, whole=True)] = None
+    policy_versions: Annotated[Tensor | None, Column(per_sample=True, whole=True)] = None
+    worker_ids: Annotated[Tensor | None, Column(per_sample=True, whole=True)] = None
+    old_rollout_kl: Annotated[Tensor | None, Column(low=0)] = None
+    current_old_kl: Annotated[Tensor | None, Column(low=0)] = None
+    current_rollout_kl: Annotated[Tensor | None, Column(low=0)] = None
+    drift_squares: Annotated[Tensor | None, Column(low=0)] = None
+    gradient_squares: Annotated[Tensor | None, Column(low=0)] = None
+    num_elements: int | None = None
+    version: int | None = None
+    bypass: bool = False
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name; a field that is None is left out."""
+        return tensors_of(self)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Self]) -> Self:
+        """The samples of all parts in order; all parts must have the same optional tensors."""
+        return concatenated(parts)
+
+
 COLUMNS: Mapping[str, Column] = {
-    "rollout_log_probs": Column(),
-    "old_log_probs": Column(),
-    "advantages": Column(per_sample=True, low=-_FLOAT32.max, high=_FLOAT32.max, others="none"),
-    "current_log_probs": Column(),
-    "before_update": Column(whole=True, low=0, high=1, others="none"),
-    "rewards": Column(per_sample=True),
-    "timesteps": Column(),
-    "sigmas": Column(shared=True, low=0, high=HIGHEST_NOISE_LEVEL, others="none"),
-    "sigmas_next": Column(low=0, high=HIGHEST_NOISE_LEVEL, others="none"),
-    "stds": Column(shared=True, low=_FLOAT32.tiny, high=_FLOAT32.max, others="nan"),
-    "step_indices": Column(shared=True, whole=True, low=0, high=MAX_SCHEDULE - 1, others="none"),
-    "group_ids": Column(per_sample=True, whole=True),
-    "policy_versions": Column(per_sample=True, whole=True),
-    "worker_ids": Column(per_sample=True, whole=True),
-    "old_rollout_kl": Column(low=0),
-    "current_old_kl": Column(low=0),
-    "current_rollout_kl": Column(low=0),
-    "drift_squares": Column(low=0),
-    "gradient_squares": Column(low=0),
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(DumpedTerms, include_extras=True).items()
+    if get_origin(hint) is Annotated
 }
 """The tensors of a file by name."""
 

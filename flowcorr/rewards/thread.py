@@ -14,6 +14,8 @@ from flowcorr.records import ImageArray, Images, Prompt
 from flowcorr.rewards.base import Reward, RewardOutput
 from flowcorr.rewards.combine import WeightedSum
 
+_Call = tuple[Future[RewardOutput], ImageArray, list[Prompt]]  # the scores to come, and the batch
+
 MAX_WAITING = 32  # calls that wait for the thread; with more, sampling waits
 CLOSE_TIMEOUT = 5.0  # seconds that the end of a run waits for the call that is being computed
 
@@ -46,15 +48,16 @@ class ThreadReward:
 
     def submit(self, images: ImageArray, prompts: list[Prompt]) -> Future[RewardOutput]:
         """Queue images for scoring in one call; calls run in the order of submission."""
-        call = _Call(images, prompts)
-        self._calls.put(call)
-        return call.scores
+        scores: Future[RewardOutput] = Future()
+        self._calls.put((scores, images, prompts))
+        return scores
 
     def close(self) -> None:
         """End the thread, and cancel queued calls."""
         with contextlib.suppress(queue.Empty):
             while (call := self._calls.get_nowait()) is not None:
-                call.scores.cancel()
+                scores, _, _ = call
+                scores.cancel()
         self._calls.put(None)
         self._thread.join(CLOSE_TIMEOUT)
 
@@ -62,18 +65,13 @@ class ThreadReward:
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)  # each thread begins with the first GPU, whatever this rank's is
         while (call := self._calls.get()) is not None:
-            if not call.scores.set_running_or_notify_cancel():
+            scores, images, prompts = call
+            if not scores.set_running_or_notify_cancel():
                 continue
             try:
-                call.scores.set_result(self._reward(call.images, call.prompts))
+                scores.set_result(self._reward(images, prompts))
             except BaseException as error:
-                call.scores.set_exception(error)  # for the trainer's thread
-
-
-class _Call:
-    def __init__(self, images: ImageArray, prompts: list[Prompt]) -> None:
-        self.images, self.prompts = images, prompts
-        self.scores: Future[RewardOutput] = Future()
+                scores.set_exception(error)  # for the trainer's thread
 
 
 class ScoredAhead:
