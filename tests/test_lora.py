@@ -11,6 +11,7 @@ from flowcorr.config import ModelConfig
 from flowcorr.config.schema import LoraConfig
 from flowcorr.errors import ConfigError
 from flowcorr.models import Guidance, load_family
+from flowcorr.models.adapter_files import write_adapter
 from tests.prompts import prompts_of
 from tests.tolerances import MEANS
 
@@ -50,7 +51,7 @@ def velocity(family, transformer):
 
 def adapter_folder(tmp_path, transformer, family):
     folder = tmp_path / "adapter"
-    family.save_lora(str(folder), lora.adapter_state(transformer), lora.adapter_metadata(transformer))
+    write_adapter(str(folder), lora.adapter_state(transformer), lora.adapter_metadata(transformer))
     return folder
 
 
@@ -266,7 +267,7 @@ def test_a_warm_start_that_is_no_plain_lora_is_an_error(family, tmp_path, option
 def test_diffusers_metadata_of_no_plain_lora_is_an_error(family, tmp_path):
     transformer = adapt(family)
     metadata = {**lora.adapter_metadata(transformer), "use_rslora": True}
-    family.save_lora(str(tmp_path), lora.adapter_state(transformer), metadata)
+    write_adapter(str(tmp_path), lora.adapter_state(transformer), metadata)
     with pytest.raises(ConfigError, match=rf"^model\.lora\.warm_start='{tmp_path}' .*use_rslora=True"):
         adapt(tiny_ocr(), warm_start=str(tmp_path))
 

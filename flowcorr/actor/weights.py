@@ -16,6 +16,7 @@ from flowcorr.config.schema import Config
 from flowcorr.distributed import fsdp
 from flowcorr.errors import BatchError
 from flowcorr.models import DTYPES, ModelFamily
+from flowcorr.models.adapter_files import write_adapter
 from flowcorr.models.base import repeated_blocks
 from flowcorr.models.quantized import whole_copy
 from flowcorr.rollout.base import (
@@ -50,7 +51,6 @@ class TrainedWeights:
     """
 
     def __init__(self, family: ModelFamily, config: Config) -> None:
-        self.family = family
         self._base = config.model.path
         self.transformer: Any = family.transformer
         self._adapted = config.model.lora.rank > 0
@@ -164,8 +164,8 @@ class TrainedWeights:
     def save(self, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
         """Write the trained weights for a diffusers pipeline.
 
-        An adapter goes to files that diffusers and peft read, see `ModelFamily.save_lora`. Without an adapter the whole
-        transformer goes to `transformer/`, which `from_pretrained` reads.
+        An adapter goes to files that diffusers and peft read, see `models.adapter_files.write_adapter`. Without an
+        adapter the whole transformer goes to `transformer/`, which `from_pretrained` reads.
 
         Args:
             folder: the files' folder.
@@ -175,7 +175,7 @@ class TrainedWeights:
         if self._adapted:
             of_base = {"base_model_name_or_path": self._base}
             metadata = lora.adapter_metadata(self.transformer) | of_base
-            self.family.save_lora(str(folder), tensors, metadata)
+            write_adapter(str(folder), tensors, metadata)
             return
         from huggingface_hub import save_torch_state_dict
 

@@ -15,7 +15,6 @@ from flowcorr.config.families import check_frames
 from flowcorr.config.schema import SamplingConfig
 from flowcorr.devices import empty_cache
 from flowcorr.errors import ConfigError
-from flowcorr.models.adapter_files import write_adapter
 from flowcorr.models.answers import check_conditioning, check_finite, check_negative, check_velocity
 from flowcorr.models.cuts import CutReport
 from flowcorr.models.negatives import negative_prompts, with_negative
@@ -449,9 +448,3 @@ class ModelFamily(ABC):
     def unpack(latents: Tensor) -> Tensor:
         """Latents `[B, *L]` in the shape of the VAE's; here they have it."""
         return latents
-
-    def save_lora(
-        self, directory: str, lora_state: Mapping[str, Tensor], metadata: Mapping[str, Any]
-    ) -> None:
-        """Write an adapter for diffusers and peft, at its full strength; see `trainer/model_card.py`."""
-        write_adapter(directory, lora_state, metadata)

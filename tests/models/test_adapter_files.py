@@ -13,7 +13,14 @@ from flowcorr import lora
 from flowcorr.config.schema import LoraConfig, ModelConfig
 from flowcorr.errors import ConfigError
 from flowcorr.models import ModelFamily, load_family
-from flowcorr.models.adapter_files import DIFFUSERS_FILE, PEFT_CONFIG, plain_name, read_adapter, rescaled
+from flowcorr.models.adapter_files import (
+    DIFFUSERS_FILE,
+    PEFT_CONFIG,
+    plain_name,
+    read_adapter,
+    rescaled,
+    write_adapter,
+)
 from tests.models.learning import load_adapter
 
 RANK, ALPHA = 4, 6.0  # a scale that is no power of 2
@@ -65,7 +72,7 @@ def save(name, folder):
         if parameter.requires_grad:
             parameter.data = torch.randn(parameter.shape, generator=draw)
     state, metadata = lora.adapter_state(family.transformer), lora.adapter_metadata(family.transformer)
-    family.save_lora(str(folder / "adapter"), state, metadata)
+    write_adapter(str(folder / "adapter"), state, metadata)
     return Saved(path, str(folder / "adapter"), family, bare, updates_of(family.transformer))
 
 
