@@ -122,15 +122,6 @@ def test_keys_that_depend_on_others(grpo, tmp_path, overrides, key, value):
     ("override", "named"),
     [
         ("pretrained.model=hub/DeepSeek-7b", "^pretrained.model=hub/DeepSeek-7b .*: sd3, "),
-        (
-            "pretrained.model=black-forest-labs/FLUX.1-Kontext-dev",
-            "^pretrained.model=.*/FLUX.1-Kontext-dev .* flux_kontext_edit_lora,",
-        ),
-        ("pretrained.model=hf_cache/Wan2.1-T2V-1.3B-Diffusers", "^pretrained.model=.* wan_ocr_lora,"),
-        (
-            "pretrained.model=black-forest-labs/FLUX.2-klein-4B",
-            "^pretrained.model=.*/FLUX.2-klein-4B .*: sd3, ",
-        ),
         ("train.algorithm=dpo", "^train.algorithm=dpo "),
         ("prompt_fn=imagenet_animals", "^prompt_fn=imagenet_animals "),
         ("per_prompt_stat_tracking=False", "^per_prompt_stat_tracking=False "),

@@ -58,10 +58,6 @@ def test_what_wandb_keeps_is_the_same_recipe(tmp_path, values, gpus):
             r"verl-omni, .* actor_rollout_ref\.model\.lora_rank, ",
         ),
         (
-            omni_yaml(f"{OMNI}model.path=deepseek-llm-7b-chat"),
-            r"^actor_rollout_ref\.model\.path=deepseek-llm-7b-chat .*: sd3, ",
-        ),
-        (
             omni_yaml(f"{OMNI}rollout.n=${{oc.env:N}}"),
             r"^actor_rollout_ref\.rollout\.n=.*oc.env:N} .*\.n=VALUE ",
         ),

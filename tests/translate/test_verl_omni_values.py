@@ -146,10 +146,6 @@ def test_trackers_that_flowcorr_lacks_are_named(omni):
         ((f"{OMNI}model.lora_init_weights=pissa",), "lora_init_weights=pissa "),
         ((f"{OMNI}model.exclude_modules=img_in",), "exclude_modules=img_in "),
         ((f"{OMNI}rollout.pipeline.num_frames=81",), "num_frames=81 .*videos"),
-        (
-            (f"{OMNI}model.path=Qwen/Qwen-Image-Edit",),
-            "path=Qwen/Qwen-Image-Edit .* recipe qwen_image_edit_plus_lora,",
-        ),
         ((f"{OMNI}model.path=black-forest-labs/FLUX.1-dev",), "path=.*/FLUX.1-dev .*: sd3, qwen_image;"),
         ((f"{OMNI}rollout.name=null",), "rollout.name is not set, "),
         ((f"{OMNI}rollout.n=1",), "rollout.n=1 .* 2 or more"),
