@@ -110,9 +110,8 @@ def _rows(get: Given) -> dict[str, str | Row]:
         advantage_std = "none"
 
     def evaluated(side: str) -> Row:
-        key = f"{VALIDATION}.{side}"
-        size = None if get(key) == get(f"{PIPELINE}.{side}") else get(key)
-        return Row(key, size, "null is the size of sampling")
+        key, sampled = f"{VALIDATION}.{side}", get(f"{PIPELINE}.{side}")
+        return Row(key, None if get(key) == sampled else get(key), "null is the size of sampling")
 
     return {
         "model.path": f"{MODEL}.path",

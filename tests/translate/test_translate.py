@@ -77,6 +77,13 @@ def test_a_file_of_something_else_is_never_filled_with_defaults(tmp_path, text, 
         translate(written(tmp_path, text))
 
 
+def test_a_key_that_others_refer_to_is_missed_by_its_own_name(tmp_path):
+    values = yaml.safe_load(omni_yaml())
+    del values["actor_rollout_ref"]["rollout"]["pipeline"]["width"]
+    with pytest.raises(ConfigError, match=r"not hold actor_rollout_ref\.rollout\.pipeline\.width, "):
+        translate(written(tmp_path, yaml.safe_dump(values)))
+
+
 @pytest.mark.parametrize(
     ("name", "text", "named"),
     [
