@@ -17,6 +17,8 @@ from flowcorr.instruments.doctor.stack import Inputs, Stack
 
 _EXACT = 1000.0  # times that a replay comes closer, where nothing but its cause brings it there
 _CLOSER = 2.0  # times, at least, that a replay comes closer once its cause is undone
+# Where each sample has the best of many inputs: in a coarse precision, chance brings one of them twice as close.
+_CLOSER_BY_SAMPLE = 10.0
 
 
 def examine_inputs(stack: Stack, legs: Legs, pool: Sequence[str]) -> dict[str, Finding]:
@@ -50,7 +52,7 @@ def _explained(
     tried = _tried(stack, legs, pool, captured, bad)
     full = [one for one in tried if one.explains]
     by_sample = [one for one in tried if not one.candidate.whole and not one.explains]
-    partly = [one for one in by_sample if bool(_agrees(one.score, captured)[failing].any())]
+    partly = [one for one in by_sample if bool(_agrees(one.candidate, one.score, captured)[failing].any())]
     named = clearly_best(tried)
     if not full and len(partly) == 1:
         named = partly[0]
@@ -108,7 +110,7 @@ def _tried(
 
     def attempt(candidate: Hypothesis) -> Tried[Inputs]:
         best, score, value = _best_inputs(legs, candidate, bad, worst)
-        agrees = bool(_agrees(score, captured)[failing].all())
+        agrees = bool(_agrees(best, score, captured)[failing].all())
         return Tried(
             candidate=best,
             score=score,
@@ -121,9 +123,10 @@ def _tried(
     return search(hypotheses(stack, legs, pool), attempt)
 
 
-def _agrees(score: Tensor, captured: Tensor) -> Tensor:
+def _agrees(candidate: Hypothesis, score: Tensor, captured: Tensor) -> Tensor:
     """`[n]` bool, whether the replay agrees with a hypothesis undone, and comes closer by that."""
-    return score <= (captured / _CLOSER).clamp(max=1)
+    closer = _CLOSER if candidate.whole else _CLOSER_BY_SAMPLE
+    return score <= (captured / closer).clamp(max=1)
 
 
 def examine_trainer(stack: Stack, log_probs: Tensor, pool: Sequence[str]) -> Finding:

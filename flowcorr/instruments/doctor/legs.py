@@ -29,6 +29,7 @@ from flowcorr.instruments.doctor.conventions import CONVENTIONS, MEAN, Conventio
 from flowcorr.instruments.doctor.stack import Inputs, Stack
 from flowcorr.instruments.stored import rounding_of, stored_in
 from flowcorr.metrics import Metrics
+from flowcorr.models.packed import PackedFamily
 from flowcorr.questions import legs as outside
 from flowcorr.questions.noise import moments
 from flowcorr.questions.normal import beyond, largest_kl
@@ -210,7 +211,7 @@ class Legs:
     @property
     def _conventions(self) -> Sequence[Convention]:
         """All that a log-prob may be, sums over the channels alone among them."""
-        channels = self._stack.latent_shape[0]
+        channels = self._stack.latent_shape[-1 if isinstance(self._stack.family, PackedFamily) else 0]
         by_channel = Convention(name="sums over the channels of means over places", times=channels)
         return (*CONVENTIONS, by_channel)
 
