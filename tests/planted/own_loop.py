@@ -1,6 +1,7 @@
 """Plant faults in a loop of one's own, in the style of flow_grpo and of scripts with accelerate, and say what is named.
 
     python -m tests.planted.own_loop --ends              # all, as the table of results.md
+    python -m tests.planted.own_loop --dtype bfloat16    # all sizes, in the precision of most training
     python -m tests.planted.own_loop guidance_rescaled   # one of them
 
 The loop captures its samples with `flowcorr.ReplaySamples` and dumps its steps with `flowcorr.dump`, beside the
@@ -202,17 +203,6 @@ def _timesteps_of_fewer_steps(loop: Loop, tables: tuple[Tensor, Tensor]) -> tupl
     return tables[0], torch.cat([fewer, fewer[-1:]])
 
 
-def _autocast(loop: Loop, pipeline: Any) -> Any:
-    forward = pipeline.transformer.forward
-
-    def low(**inputs: Any) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
-            return tuple(value.float() for value in forward(**inputs))
-
-    pipeline.transformer.forward = low
-    return pipeline
-
-
 _QUARTERS = (1.0, 0.25, 0.06, 0.016)
 
 DRAWN: Sequence[Fault] = (
@@ -343,7 +333,8 @@ DRAWN: Sequence[Fault] = (
         name="transformer_rounds",
         stands_for="the transformer computes in bfloat16 where float32 is captured",
         fields=("dtype",),
-        plant=_always(pipeline=_autocast),
+        plant=_always(captured=lambda loop, captured: {**captured, "dtype": "float32"}),
+        options={"dtype": "bfloat16"},
     ),
 )
 """Twenty faults."""
@@ -500,9 +491,11 @@ OTHERS: Sequence[Fault] = (
 EVERY = (*DRAWN, *NUMBERS, *OTHERS)
 
 
-def dump_fault(fault: Fault | None, size: float, folder: Path, *, seed: int = 0) -> None:
-    """Dump a step of the loop with a fault, or of a clean one."""
-    options = {} if fault is None else {"window": fault.window, **fault.options}
+def dump_fault(
+    fault: Fault | None, size: float, folder: Path, *, seed: int = 0, dtype: str = "float32"
+) -> None:
+    """Dump a step of the loop with a fault, or of a clean one, whose transformer computes in `dtype`."""
+    options = {"dtype": dtype} | ({} if fault is None else {"window": fault.window, **fault.options})
     captured = Loop(seed=seed, plant=None if fault is None else fault.plant(size), **options).sample()
     rewards = captured["rewards"]
     flowcorr.dump(
@@ -534,12 +527,12 @@ class Result:
     is_named: bool
 
 
-def tried(fault: Fault, sizes: Sequence[float], *, seed: int = 0) -> Iterator[Result]:
-    """What the doctor says about sizes of a fault."""
+def tried(fault: Fault, sizes: Sequence[float], *, seed: int = 0, dtype: str = "float32") -> Iterator[Result]:
+    """What the doctor says about sizes of a fault, in a dtype."""
     for size in sizes:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            dump_fault(fault, size, folder, seed=seed)
+            dump_fault(fault, size, folder, seed=seed, dtype=dtype)
             doctor = examine_dump(folder, SHALLOW)
         causes = dict.fromkeys(doctor.causes())
         warned = dict.fromkeys(f"cannot tell ({check})" for check in doctor.causes("warning"))
@@ -572,10 +565,13 @@ if __name__ == "__main__":
     )
     parser.add_argument("names", nargs="*", metavar="FAULT")
     parser.add_argument("--ends", action="store_true", help="the largest and the smallest size alone")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    drawn = {"seed": arguments.seed, "dtype": arguments.dtype}
     print("| field | fault | doctor | smallest named | not named |")
     print("|---|---|---|---|---|")
     for chosen in EVERY:
         if not arguments.names or chosen.name in arguments.names:
             sizes = dict.fromkeys((chosen.sizes[0], chosen.sizes[-1])) if arguments.ends else chosen.sizes
-            print(row(chosen, list(tried(chosen, list(sizes)))), flush=True)
+            print(row(chosen, list(tried(chosen, list(sizes), **drawn))), flush=True)

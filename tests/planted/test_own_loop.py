@@ -1,6 +1,5 @@
 """Faults of a loop of one's own: the cause that the doctor names, and the first line of the audit."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,12 +92,7 @@ def test_the_number_is_named(name, place, number, tmp_path):
 
 
 def test_a_noise_level_near_0_does_not_explain_what_a_coarse_precision_hides(tmp_path):
-    twice, rounded = (FAULTS[name].plant(0.0)["pipeline"] for name in ("adapter_twice", "transformer_rounds"))
-    plants = {
-        "pipeline": lambda loop, pipeline: rounded(loop, twice(loop, pipeline)),
-        "captured": lambda loop, captured: {**captured, "dtype": "bfloat16"},
-    }
-    dump_fault(replace(FAULTS["adapter_twice"], plant=lambda size: plants), 0.0, tmp_path)
+    dump_fault(FAULTS["adapter_twice"], 0.0, tmp_path, dtype="bfloat16")
     assert {*examine_dump(tmp_path, SHALLOW).causes()} == {"adapter_scale"}
 
 

@@ -49,7 +49,8 @@ class Loop:
 
     `plant` maps places of the loop, the names that `at` is called with, to functions of the loop and the value there:
     what they return takes its place. Nothing of that is captured, which tells the configured values. `places` in the
-    schedule of the noise levels between which the loop steps are the captured `sigma_indices`.
+    schedule of the noise levels between which the loop steps are the captured `sigma_indices`. The transformer computes
+    in `dtype`, under autocast.
     """
 
     def __init__(
@@ -64,7 +65,9 @@ class Loop:
         negative="",
         plant=None,
         places=None,
+        dtype="float32",
     ):
+        self.dtype = dtype
         self.fault, self.guidance, self.num_steps = fault, guidance, num_steps
         self.negative, self.plant, self.index = negative, plant or {}, 0
         self.places = places
@@ -95,13 +98,15 @@ class Loop:
     def velocity(self, latents, timestep, text, scale):
         """Under guidance, of the adapter as it is now."""
         embeds, pooled = (torch.cat(pair) for pair in zip(text["negative"], text["prompt"], strict=True))
-        without, with_prompt = self.pipeline.transformer(
-            hidden_states=torch.cat([latents, latents]),
-            timestep=timestep.expand(2 * len(latents)),
-            encoder_hidden_states=embeds,
-            pooled_projections=pooled,
-            return_dict=False,
-        )[0].chunk(2)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == "bfloat16"):
+            velocity = self.pipeline.transformer(
+                hidden_states=torch.cat([latents, latents]),
+                timestep=timestep.expand(2 * len(latents)),
+                encoder_hidden_states=embeds,
+                pooled_projections=pooled,
+                return_dict=False,
+            )[0]
+        without, with_prompt = velocity.float().chunk(2)
         self.plain = with_prompt
         return without + scale * (with_prompt - without)
 
@@ -190,7 +195,7 @@ class Loop:
                 "noise_level": LEVEL,
                 "adapter": self.at("adapter", peft.get_peft_model_state_dict(pipeline.transformer)),
                 "adapter_alpha": ALPHA,
-                "dtype": "float32",
+                "dtype": self.dtype,
             },
         )
 
