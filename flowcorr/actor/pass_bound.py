@@ -8,6 +8,7 @@ read, and the same machine makes the same choice again.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -61,6 +62,9 @@ def _largest_pass(scorer: Scorer, rollout: Rollout) -> int:
     device = scorer.weights.device
     first = torch.zeros(1, dtype=torch.long, device=rollout.group_ids.device)
     one, two = (rollout.select(first.repeat(rows)).step(0) for rows in (1, 2))
+    # Equal latents of a prompt would be one row of the pass.
+    latents = torch.cat([one.window.latents, 2 * one.window.latents])
+    two = replace(two, window=replace(two.window, latents=latents))
     with torch.compiler.set_stance("force_eager"):  # blocks would be compiled for these rows
         if device.type != "cuda":
             row, room = _graph(scorer, two) - _graph(scorer, one), float(CPU_BYTES)

@@ -150,14 +150,24 @@ class Scorer:
 
     def _score(self, rollout: Rollout, guidance: Guidance | None) -> Scores:
         window, (samples, steps) = rollout.window, rollout.log_probs.shape
+        latents, timesteps = window.latents.flatten(0, 1), window.timesteps.flatten()
+        owners = torch.arange(samples, device=latents.device).repeat_interleave(steps)
+        places = None
+        if self.config.rollout.same_initial_noise and len(owners) > 1:
+            # Images of a prompt that start from one noise have equal latents up to their first SDE step. The velocity
+            # there is one row of the pass, in which the gradients of all of them meet.
+            prompts = rollout.group_ids if rollout.conditioning_rows is None else rollout.conditioning_rows
+            rows, places = distinct_inputs(latents, timesteps, prompts[owners])
+            latents, timesteps, owners = latents[rows], timesteps[rows], owners[rows]
         with self.autocast():
             velocity = self.family.velocity(
                 self._transformer,
-                window.latents.flatten(0, 1),
-                window.timesteps.flatten(),
-                rollout.sample_conditioning(repeats=steps),
+                latents,
+                timesteps,
+                rollout.sample_conditioning(owners),
                 self.guidance if guidance is None else guidance,
             )
+        velocity = velocity if places is None else velocity[places]
         sampling = self.config.sampling
         step = sde.transition(
             sampling.sde_type,
@@ -192,3 +202,24 @@ class Scorer:
                 yield
             finally:
                 self._transformer = transformer
+
+
+def distinct_inputs(latents: Tensor, timesteps: Tensor, prompts: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the rows of a pass that differ from all rows before them, to the bit.
+
+    Args:
+        latents: `[n, *L]`.
+        timesteps: `[n]`.
+        prompts: `[n]`, a number for each conditioning.
+
+    Returns:
+        The distinct rows `[m]`, ascending, and for each row the place `[n]` of its inputs among them.
+    """
+    same = (prompts[:, None] == prompts) & (timesteps[:, None] == timesteps)
+    first = same.int().argmax(1)  # of the rows with this prompt and timestep
+    # A row is compared with that first one alone, so that the comparison grows with the rows and not with their square.
+    equal = (latents == latents[first]).flatten(1).all(1)
+    own = torch.arange(len(latents), device=latents.device)
+    first = torch.where(equal, first, own)
+    rows = (first == own).nonzero().squeeze(1)
+    return rows, torch.searchsorted(rows, first)

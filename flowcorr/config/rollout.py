@@ -54,7 +54,8 @@ class RolloutConfig:
         batch_size: images a forward pass, in an evaluation too (64 at the most); null samples all of a step at once, or
             on a CPU at most 5,000 tokens a thread. With less, rewards in a thread begin earlier. With `placement: ray`
             it is also the size of a worker's request, in whole prompts; null is one prompt.
-        same_initial_noise: all images of a prompt start from one noise.
+        same_initial_noise: all images of a prompt start from one noise. Their steps up to the first SDE step are then
+            equal, and computed once: in the rollout of `in_process`, and in the trainer's passes of any engine.
         calculate_log_probs: verl's key: false says that there is no correction. Engines score their steps in any case.
     """
 

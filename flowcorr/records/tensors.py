@@ -148,12 +148,12 @@ class Rollout:
                 raise BatchError(f"Rollout's {name} have dtype {tensor.dtype}; they must be {allowed[0]}")
         return self
 
-    def sample_conditioning(self, repeats: int = 1) -> dict[str, Tensor]:
-        """`conditioning` with a row for each sample, or so many in turn: `{name: [B * repeats, ...]}`."""
+    def sample_conditioning(self, samples: Tensor | None = None) -> dict[str, Tensor]:
+        """`conditioning` with a row for each sample, or for each of `samples` `[b]`: `{name: [b, ...]}`."""
         if not self.conditioning:
             return {}
         assert self.conditioning_rows is not None, "`validate` has checked it"
-        rows = self.conditioning_rows.repeat_interleave(repeats)
+        rows = self.conditioning_rows if samples is None else self.conditioning_rows[samples]
         return {name: tensor[rows] for name, tensor in self.conditioning.items()}
 
     def _check_conditioning(self) -> None:

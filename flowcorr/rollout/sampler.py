@@ -74,8 +74,8 @@ def sample_sde_window(
 ) -> tuple[Window, Tensor, Tensor]:
     """Trajectories with SDE steps in their windows and in `sampling.sde_noise_range`, and Euler steps elsewhere.
 
-    Twins share a trajectory until the first SDE step of one of them, and it is computed once. From its first SDE step
-    on, each sample is computed by itself: the actor will score it so.
+    Twins share a trajectory up to the first SDE step of one of them, whose noise parts them, and each of its steps is
+    computed once; so does the actor, see `actor.scoring.distinct_inputs`.
 
     Args:
         velocity: the model, with conditioning and guidance bound.
@@ -201,13 +201,13 @@ def _distinct(twins: Sequence[int], starts: Sequence[int], index: int) -> tuple[
     """Samples with distinct latents at step `index`, and the place of each sample's latents among them."""
     first: list[int] = []
     places: list[int] = []
-    waiting: dict[int, int] = {}
+    together: dict[int, int] = {}  # the place of twins that no noise has parted yet
     for row, (twin, start) in enumerate(zip(twins, starts, strict=True)):
-        if index < start and twin in waiting:
-            places.append(waiting[twin])
+        if index <= start and twin in together:
+            places.append(together[twin])
             continue
-        if index < start:
-            waiting[twin] = len(first)
+        if index <= start:
+            together[twin] = len(first)
         places.append(len(first))
         first.append(row)
     return first, places

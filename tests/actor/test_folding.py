@@ -6,7 +6,7 @@ from tests.actor.updates import assert_same, weights
 
 @pytest.mark.parametrize(("cost", "warned"), [(lambda rows: rows**2, True), (lambda rows: rows + 8, False)])
 def test_folding_that_is_slower_is_warned_of(make_run, caplog, cost, warned):
-    run = make_run()
+    run = make_run(rollout={"same_initial_noise": False})
     seconds = []
     run.actor.weights.transformer.register_forward_hook(lambda *call: seconds.append(cost(len(call[2][0]))))
     before = weights(run)

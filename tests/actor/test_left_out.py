@@ -218,7 +218,7 @@ BYPASS = RolloutCorrectionConfig.from_preset("bypass_ppo_clip")
 )
 def test_nothing_is_computed_for_a_gradient_of_zero(make_run, sections, recorded, passes):
     """Unless the loss is not known to vanish, or something reads the scores."""
-    run = make_run(trainer={"dump_log_probs": recorded}, **sections)
+    run = make_run(trainer={"dump_log_probs": recorded}, rollout={"same_initial_noise": False}, **sections)
     batch = of_even_group(run)
     bound_passes(run.actor.scorer, batch.rollout)
     found = scored(run)

@@ -1,10 +1,14 @@
+import math
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny_pipelines import build_tiny_sd35
 from torch import nn
 
+from flowcorr.actor.scoring import distinct_inputs
 from tests.actor.updates import assert_same, updated
 from tests.tolerances import GRADIENTS, LOG_PROBS, MEANS
 
@@ -43,6 +47,50 @@ def test_micro_batches_change_no_log_prob(make_run, size):
     torch.testing.assert_close(run.actor.log_probs(rollout).log_probs, rollout.log_probs, **LOG_PROBS)
 
 
+@pytest.mark.parametrize(
+    ("size", "folded", "rows"),
+    [(8, False, [2, 8]), (8, True, [10]), (2, False, [1, 2] * 4), (3, True, [4, 5, 3]), (1, False, [1] * 16)],
+)
+def test_equal_latents_of_a_prompt_are_one_row_of_a_pass(make_run, size, folded, rows):
+    """Two prompts with four images each, which part at the first of two SDE steps."""
+    run = make_run(actor={"micro_batch_size": size, "fold_steps": folded})
+    rollout, passed = run.sample(), []
+    starts = rollout.window.latents[:, 0]
+    assert torch.equal(starts, starts[[0, 0, 0, 0, 4, 4, 4, 4]])
+    hook = run.actor.weights.transformer.register_forward_hook(lambda *call: passed.append(len(call[2][0])))
+    torch.testing.assert_close(run.actor.log_probs(rollout).log_probs, rollout.log_probs, **LOG_PROBS)
+    hook.remove()
+    assert passed == rows
+
+    weights = torch.linspace(-1, 1, 16).view(8, 2)
+    shared = run.actor.config
+    apart = replace(shared, rollout=replace(shared.rollout, same_initial_noise=False))
+    gradients = []
+    for config in (shared, apart):
+        run.actor.scorer.config = config
+        run.actor.optimizer.adamw.zero_grad()
+        (weights * run.actor.score(rollout).log_probs).sum().backward()
+        gradients.append(run.gradient())
+    assert_same(*gradients, **GRADIENTS)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(*[st.integers(0, 2)] * 3), min_size=1, max_size=12))
+def test_a_row_is_distinct_if_its_inputs_differ_from_all_before(rows):
+    latents, timesteps, prompts = torch.tensor(rows, dtype=torch.float64).T
+    kept, places = distinct_inputs(latents[:, None, None], timesteps, prompts)
+    for row, place in enumerate(places.tolist()):
+        assert rows[kept[place]] == rows[row]
+        assert kept[place] <= row
+    assert len({rows[row] for row in kept.tolist()}) == len(set(rows))
+
+
+def test_latents_that_are_not_finite_are_rows_of_their_own():
+    latents = torch.tensor([[math.nan], [math.nan], [1.0], [1.0]])
+    rows, places = distinct_inputs(latents, torch.zeros(4), torch.tensor([0, 0, 1, 1]))
+    assert (rows.tolist(), places.tolist()) == ([0, 1, 2], [0, 1, 2, 2])
+
+
 def test_by_default_no_forward_pass_takes_more_than_a_mini_batch(make_run):
     """Also in the recompute, whose batch is the whole step's."""
     run = make_run(rollout={"prompts_per_step": 3, "n": 2}, actor={"mini_batches": 2})
@@ -65,9 +113,7 @@ def test_autocast_rounds_and_stays_close(make_run):
     assert 1e-7 < gap.abs().max() < 1e-2
     step = rollout.step(0)
     velocity, exact = (
-        actor.velocity(step.sample_conditioning(repeats=1))(
-            step.window.latents[:, 0], step.window.timesteps[:, 0]
-        )
+        actor.velocity(step.sample_conditioning())(step.window.latents[:, 0], step.window.timesteps[:, 0])
         for actor in (run.actor, plain.actor)
     )
     assert 1e-5 < (velocity - exact).abs().max() < 0.1

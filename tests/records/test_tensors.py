@@ -102,7 +102,7 @@ def test_samples_of_a_prompt_share_a_row_of_conditioning():
     record = rollout()
     embeds = record.conditioning["prompt_embeds"]
     assert torch.equal(record.sample_conditioning()["prompt_embeds"], embeds[[0, 0, 1, 1]])
-    assert torch.equal(record.sample_conditioning(repeats=2)["prompt_embeds"], embeds.repeat_interleave(4, 0))
+    assert torch.equal(record.sample_conditioning(torch.tensor([3, 0]))["prompt_embeds"], embeds[[1, 0]])
     some = record.select(torch.tensor([3, 0]))
     assert torch.equal(some.sample_conditioning()["prompt_embeds"], embeds[[1, 0]])
     assert some.conditioning["prompt_embeds"] is record.only(torch.tensor([1])).conditioning["prompt_embeds"]

@@ -251,7 +251,10 @@ def actor_batch(config: Config, architecture: Architecture, family: ModelFamily,
 
 
 def one_optimizer_step(config: Config) -> Config:
-    """The config with an update of one optimizer step and explicit passes; `auto` becomes passes without a bound."""
+    """The config with an update of one optimizer step and explicit passes; `auto` becomes passes without a bound.
+
+    Each image at each step is a row of a pass: which of them are equal, latents without values do not tell.
+    """
     passes = passes_of(config)
     return replace(
         config,
@@ -275,6 +278,7 @@ def one_optimizer_step(config: Config) -> Config:
             staleness=0,
             max_staleness=0,
             prompts_per_step=1,
+            same_initial_noise=False,
         ),
     )
 
