@@ -9,29 +9,29 @@ was named and the next one that was not.
 """
 
 import argparse
+from functools import partial
 
 from rich.console import Console
 
 from flowcorr import config
-from flowcorr.config.schema import Config
 from flowcorr.errors import FlowcorrError
 from flowcorr.instruments import page
 from flowcorr.instruments.doctor.examination import NUM_PROMPTS
 from flowcorr.instruments.terminal import printing_on, show_table
+from tests.planted.fault import Fault, parse_fault
 from tests.planted.stand_in import Bench, Drilled, drill
-from tests.planted.table import parse_fault
+from tests.planted.table import FAULTS
 
 COLUMNS = ("fault", "size", "named by", "smallest named", "not named", "stands for")
 
 
-def show_fault(bench: Bench, run_config: Config, text: str, console: Console) -> None:
+def show_fault(bench: Bench, fault: Fault, size: float, console: Console) -> None:
     """The doctor's report on an engine with one fault, and the checks that name it."""
-    fault, size = parse_fault(text, run_config)
     report = bench.report(fault.plant(size))
     page.show(report, console=console)
     warned = [f"{check} warns" for check in report.causes("warning")]
     named = ", ".join([f"{check} fails" for check in report.causes()] + warned)
-    console.print(f"planted: {text}, {fault.stands_for}; {named or 'no check sees it'}", markup=False)
+    console.print(f"planted: {fault.name}, {fault.stands_for}; {named or 'no check sees it'}", markup=False)
 
 
 def show_drill(bench: Bench, console: Console) -> None:
@@ -57,13 +57,20 @@ if __name__ == "__main__":
     )
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    parser.add_argument("--fault", metavar="NAME[=SIZE]", help="this one, with its report (default: all)")
+    parser.add_argument(
+        "--fault",
+        metavar="NAME[=SIZE]",
+        type=partial(parse_fault, FAULTS),
+        help="this one, with its report (default: all)",
+    )
     parser.add_argument("--svg", metavar="FILE", help="save what the terminal shows as a picture")
     parser.add_argument("--prompts", type=int, default=NUM_PROMPTS)
     parser.add_argument("--float32", action=argparse.BooleanOptionalAction, help="see flowcorr doctor")
     arguments = parser.parse_intermixed_args()
     try:
         loaded = config.load(arguments.recipe, arguments.overrides)
+        if arguments.fault is not None and not arguments.fault[0].applies(loaded):
+            parser.error(f"{arguments.fault[0].name} has nothing to change in this run")
         bench = Bench(loaded, num_prompts=arguments.prompts, float32=arguments.float32)
         picture = None
         if arguments.svg:
@@ -72,7 +79,7 @@ if __name__ == "__main__":
             if arguments.fault is None:
                 show_drill(bench, console)
             else:
-                show_fault(bench, loaded, arguments.fault, console)
+                show_fault(bench, *arguments.fault, console)
         if picture is not None:
             picture.save_svg(arguments.svg, title="flowcorr doctor")
     except FlowcorrError as error:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
 from flowcorr.records import Prompt
 from flowcorr.rollout import sampler
-from tests.planted import plants
+from tests.planted import mistakes, plants
+from tests.planted.fault import Fault, sized, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,18 +33,6 @@ class Place:
 
 
 Plant = Callable[[Place, contextlib.ExitStack], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFault:
-    """One fault; see `table.Fault`. What a plant changes, the stack that it is given changes back."""
-
-    name: str
-    stands_for: str
-    plant: Callable[[float], Plant]
-    size: float | None = None
-    reads: str = ""
-    """How names of the conditioning begin that it changes; a run without has nothing to plant it in."""
 
 
 def _swap(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
@@ -162,16 +149,6 @@ def negatives(change: Callable[[Tensor, Tensor], Tensor]) -> Plant:
     )
 
 
-def exchanged(rows: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The prompt as negative prompt, and the other way round."""
-    return {
-        name: rows[name.removeprefix("negative_")]
-        if name.startswith("negative_")
-        else rows.get(f"negative_{name}", value)
-        for name, value in rows.items()
-    }
-
-
 def empty_negative(place: Place, undo: contextlib.ExitStack) -> None:
     """An empty negative prompt; the bench encodes it beforehand, as its text encoders leave."""
     empty = place.empty_negative
@@ -239,11 +216,6 @@ def first_repeated(place: Place, undo: contextlib.ExitStack) -> None:
         return [*found[:-1], found[0]]
 
     _swap(undo, place.engine.client, "generate", answers)
-
-
-def as_it_is(true: Any, *arguments: Any) -> Tensor:
-    found: Tensor = true(*arguments)
-    return found
 
 
 def parameters(change: Callable[[str, Tensor], Tensor | None]) -> Plant:
@@ -321,16 +293,6 @@ def merged(change: Callable[[str, Tensor], Tensor]) -> Callable[[list[Any]], Any
     return lambda sent: {name: change(name, tensor) for name, tensor in sent[-1].items()}
 
 
-def blocks_swapped(sent: list[Any]) -> Any:
-    swap = {"blocks.0.": "blocks.1.", "blocks.1.": "blocks.0."}
-
-    def twin(name: str) -> str:
-        other = next((name.replace(one, two) for one, two in swap.items() if one in name), name)
-        return other if other in sent[-1] and sent[-1][other].shape == sent[-1][name].shape else name
-
-    return {name: sent[-1][twin(name)] for name in sent[-1]}
-
-
 def stale_requests(place: Place, undo: contextlib.ExitStack) -> None:
     """Requests name the adapter of the first sync that they saw; it is loaded again."""
     request = place.engine._lora_request()
@@ -356,7 +318,6 @@ def silent_trainer(after: int) -> Plant:
 # Changes -----------------------------------------------------------------------------------------------------
 
 ARRIVED = "arrived = sde.sample(step, noise(index, members))"
-SCORED = "log_prob = sde.log_prob(arrived, step, cps_unscaled=sampling.cps_unscaled)"
 EULER = "following = latents - over_elements(sigma - sigma_next, latents) * drift"
 MOVED = "        latents = following\n"
 STARTED = "    latents = initial\n"
@@ -382,18 +343,6 @@ def scores(expression: str) -> Plant:
 def final(expression: str) -> Plant:
     """Other final latents, which are decoded, too: `expression` of `x`."""
     return loop(("return window, log_probs, latents", f"x = latents; return window, log_probs, {expression}"))
-
-
-def jpeg(quality: int) -> Callable[[Tensor], Tensor]:
-    def change(rows: Tensor) -> Tensor:
-        kept = []
-        for row in rows.cpu().numpy():
-            buffer = io.BytesIO()
-            Image.fromarray(row).save(buffer, "JPEG", quality=quality)
-            kept.append(torch.from_numpy(np.array(Image.open(buffer))))
-        return torch.stack(kept)
-
-    return change
 
 
 def levels(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -422,66 +371,65 @@ def int8(name: str, value: Tensor) -> Tensor | None:
     return (value / step).round() * step
 
 
-def blanked(true: Any, net: Any, latents: Tensor, fed: Tensor, rows: Any, guided: Any) -> Tensor:
-    zeros = {name: torch.zeros_like(value) for name, value in rows.items()}
-    found: Tensor = true(net, latents, fed, zeros, guided)
-    return found
+def off_by(size: float) -> Callable[[Tensor], Tensor]:
+    """Rows off by this share of their spread, all of a batch alike."""
+
+    def change(rows: Tensor) -> Tensor:
+        draw = torch.randn(rows[:1].shape, generator=torch.Generator().manual_seed(2))
+        return rows + size * rows.float().std().to(rows) * draw.to(rows)
+
+    return change
 
 
-def _whole(name: str, stands_for: str, plant: Plant, reads: str = "") -> EngineFault:
-    return EngineFault(name=name, stands_for=stands_for, plant=lambda size: plant, reads=reads)
+def reads(prefix: str) -> Callable[[Iterable[str]], bool]:
+    """Whether a run has conditioning whose name begins so; without it there is nothing to change."""
+    return lambda names: any(name.startswith(prefix) for name in names)
 
 
-def _sized(
-    name: str, stands_for: str, plant: Callable[[float], Plant], size: float, reads: str = ""
-) -> EngineFault:
-    return EngineFault(name=name, stands_for=stands_for, plant=plant, size=size, reads=reads)
-
-
-FAULTS: Sequence[EngineFault] = (
+FAULTS: Sequence[Fault] = (
     # noise
-    _sized(
+    sized(
         "noise_large", "step noise is too large by this share", lambda size: noise(f"{1 + size} * z"), 0.01
     ),
-    _whole("noise_bfloat16", "step noise is rounded to bfloat16", noise("z.bfloat16().float()")),
-    _whole("noise_of_another", "step noise of another sample", noise("z.roll(1, 0)")),
-    _whole("noise_reversed", "step noise of the other sign", noise("-z")),
-    _sized("noise_shifted", "step noise is off its mean", lambda size: noise(f"z + {size}"), 0.02),
-    _sized(
+    whole("noise_bfloat16", "step noise is rounded to bfloat16", noise("z.bfloat16().float()")),
+    whole("noise_of_another", "step noise of another sample", noise("z.roll(1, 0)")),
+    whole("noise_reversed", "step noise of the other sign", noise("-z")),
+    sized("noise_shifted", "step noise is off its mean", lambda size: noise(f"z + {size}"), 0.02),
+    sized(
         "noise_clipped",
         "step noise is clipped to 3 / size",
         lambda size: noise(f"z.clamp(-3 / {size}, 3 / {size})"),
         1.0,
     ),
-    _whole(
+    whole(
         "noise_uniform",
         "step noise is uniform, of unit variance",
         noise("12 ** 0.5 * (torch.special.ndtr(z) - 0.5)"),
     ),
-    _whole("noise_shared", "one step noise for all samples", noise("z[:1].expand_as(z)")),
-    _sized(
+    whole("noise_shared", "one step noise for all samples", noise("z[:1].expand_as(z)")),
+    sized(
         "initial_large",
         "initial noise is too large by this share",
         lambda size: loop((STARTED, f"    latents = {1 + size} * initial\n")),
         0.02,
     ),
-    _whole(
+    whole(
         "initial_bfloat16",
         "initial noise is rounded to bfloat16",
         loop((STARTED, "    latents = initial.bfloat16().float()\n")),
     ),
-    _whole(
+    whole(
         "initial_of_another",
         "initial noise of another sample",
         loop((STARTED, "    latents = initial.roll(1, 0)\n")),
     ),
-    _whole(
+    whole(
         "initial_shared",
         "one initial noise for all samples",
         loop((STARTED, "    latents = initial[:1].expand_as(initial)\n")),
     ),
     # latents
-    _sized(
+    sized(
         "latents_clamped",
         "latents are clamped to 3 / size after each step",
         lambda size: loop(
@@ -490,7 +438,7 @@ FAULTS: Sequence[EngineFault] = (
         ),
         1.0,
     ),
-    _sized(
+    sized(
         "euler_clamped",
         "latents are clamped to 3 / size after Euler steps",
         lambda size: loop(
@@ -501,12 +449,12 @@ FAULTS: Sequence[EngineFault] = (
         ),
         1.0,
     ),
-    _whole(
+    whole(
         "latents_float16",
         "latents are rounded to float16 after each step",
         loop((MOVED, "        latents = following.half().float()\n"), (ARRIVED, f"{ARRIVED}.half().float()")),
     ),
-    _whole(
+    whole(
         "euler_bfloat16",
         "latents are rounded to bfloat16 after Euler steps",
         loop(
@@ -516,27 +464,27 @@ FAULTS: Sequence[EngineFault] = (
             )
         ),
     ),
-    _whole(
+    whole(
         "returned_float16",
         "latents before a step are returned in float16",
         returned("latents", "x.half().float()"),
     ),
-    _whole(
+    whole(
         "next_returned_float16",
         "latents after a step are returned in float16",
         returned("next_latents", "x.half().float()"),
     ),
-    _whole(
+    whole(
         "next_of_another",
         "latents after a step are those of another sample",
         returned("next_latents", "x.roll(1, 0)"),
     ),
-    _whole(
+    whole(
         "latents_of_another",
         "latents before a step are those of another sample",
         returned("latents", "x.roll(1, 0)"),
     ),
-    _sized(
+    sized(
         "next_nudged",
         "latents move after they were scored, by so many units",
         lambda size: returned(
@@ -545,7 +493,7 @@ FAULTS: Sequence[EngineFault] = (
         0.003,
     ),
     # steps
-    _whole(
+    whole(
         "last_step_left_out",
         "the last Euler step is left out",
         loop(
@@ -555,7 +503,7 @@ FAULTS: Sequence[EngineFault] = (
             )
         ),
     ),
-    _whole(
+    whole(
         "first_step_left_out",
         "the first Euler step is left out",
         loop(
@@ -565,7 +513,7 @@ FAULTS: Sequence[EngineFault] = (
             )
         ),
     ),
-    _sized(
+    sized(
         "euler_long",
         "Euler steps are too long by this share",
         lambda size: loop(
@@ -573,7 +521,7 @@ FAULTS: Sequence[EngineFault] = (
         ),
         0.02,
     ),
-    _sized(
+    sized(
         "tail_shifted",
         "sigmas after the windows are shifted by this",
         lambda size: loop(
@@ -586,7 +534,7 @@ FAULTS: Sequence[EngineFault] = (
         ),
         0.1,
     ),
-    _sized(
+    sized(
         "std_large",
         "steps have a std too large by this share",
         lambda size: loop(
@@ -594,46 +542,44 @@ FAULTS: Sequence[EngineFault] = (
         ),
         0.01,
     ),
-    _sized(
+    sized(
         "std_returned",
         "stds are returned too large by this share",
         lambda size: returned("stds", f"{1 + size} * x"),
         0.01,
     ),
-    _sized(
+    sized(
         "noise_level",
         "the noise level is too large by this share",
         lambda size: loop(("sampling.noise_level,", f"{1 + size} * sampling.noise_level,")),
         0.01,
     ),
-    _whole("other_transition", "another transition", loop(("sampling.sde_type,", "'dance_sde',"))),
+    whole("other_transition", "another transition", loop(("sampling.sde_type,", "'dance_sde',"))),
     # log-probs
-    _sized(
+    sized(
         "log_probs_high", "log-probs are too high by so many nats", lambda size: scores(f"p + {size}"), 0.001
     ),
-    _whole("log_probs_of_another", "log-probs of another sample", scores("p.roll(1, 0)")),
-    _whole("log_probs_bfloat16", "log-probs are rounded to bfloat16", scores("p.bfloat16().float()")),
-    _whole("log_probs_exchanged", "log-probs of the window's steps are exchanged", scores("p.flip(1)")),
-    _whole("log_probs_of_noise", "log-probs without their normaliser", scores("p + stds.log() + 0.9189385")),
+    whole("log_probs_of_another", "log-probs of another sample", scores("p.roll(1, 0)")),
+    whole("log_probs_bfloat16", "log-probs are rounded to bfloat16", scores("p.bfloat16().float()")),
+    whole("log_probs_exchanged", "log-probs of the window's steps are exchanged", scores("p.flip(1)")),
+    whole("log_probs_of_noise", "log-probs without their normaliser", scores("p + stds.log() + 0.9189385")),
     # timesteps
-    _whole("timesteps_truncated", "the model gets whole timesteps", timesteps(torch.trunc)),
-    _whole("timesteps_rounded", "the model gets timesteps rounded to integers", timesteps(torch.round)),
-    _sized(
+    whole("timesteps_truncated", "the model gets whole timesteps", timesteps(torch.trunc)),
+    whole("timesteps_rounded", "the model gets timesteps rounded to integers", timesteps(torch.round)),
+    sized(
         "timesteps_late",
         "timesteps are too small by this share",
         lambda size: timesteps(lambda fed: (1 - size) * fed),
         0.01,
     ),
-    _whole(
+    whole(
         "timesteps_next", "the model gets timesteps that are 10 too small", timesteps(lambda fed: fed - 10)
     ),
-    _whole(
-        "timesteps_returned_truncated", "whole timesteps are returned", returned("timesteps", "x.trunc()")
-    ),
+    whole("timesteps_returned_truncated", "whole timesteps are returned", returned("timesteps", "x.trunc()")),
     # guidance
-    _sized("guidance_strong", "guidance is stronger by this share", lambda size: scale_of(1 + size), 0.1),
-    _whole("guidance_off", "no guidance", scale_of(0.0)),
-    _whole(
+    sized("guidance_strong", "guidance is stronger by this share", lambda size: scale_of(1 + size), 0.1),
+    whole("guidance_off", "no guidance", scale_of(0.0)),
+    whole(
         "guidance_off_late",
         "no guidance in the last third",
         at_step(
@@ -643,7 +589,7 @@ FAULTS: Sequence[EngineFault] = (
             ),
         ),
     ),
-    _sized(
+    sized(
         "guided_late",
         "guidance is stronger by this share after the windows",
         lambda size: at_step(
@@ -655,19 +601,19 @@ FAULTS: Sequence[EngineFault] = (
         0.3,
     ),
     # prompts
-    _whole(
+    whole(
         "prompts_of_another",
         "embeddings of another sample",
         conditioning(lambda rows: {name: value.roll(4, 0) for name, value in rows.items()}),
     ),
-    _whole(
+    whole(
         "pooled_of_another",
         "pooled embeddings of another sample",
         embeddings(lambda value: value.roll(4, 0), "pooled_prompt_embeds"),
     ),
-    _whole("pooled_zero", "pooled embeddings are zero", embeddings(torch.zeros_like, "pooled_prompt_embeds")),
-    _whole("prompts_zero", "token embeddings are zero", embeddings(torch.zeros_like, "prompt_embeds")),
-    _whole(
+    whole("pooled_zero", "pooled embeddings are zero", embeddings(torch.zeros_like, "pooled_prompt_embeds")),
+    whole("prompts_zero", "token embeddings are zero", embeddings(torch.zeros_like, "prompt_embeds")),
+    whole(
         "prompts_cut",
         "the last half of the tokens is zero",
         embeddings(
@@ -677,43 +623,36 @@ FAULTS: Sequence[EngineFault] = (
             "prompt_embeds",
         ),
     ),
-    _sized(
+    sized(
         "prompts_noisy",
         "embeddings are off by this share",
-        lambda size: embeddings(
-            lambda value: (
-                value
-                + size
-                * value.float().std().to(value)
-                * torch.randn(value[:1].shape, generator=torch.Generator().manual_seed(2)).to(value)
-            )
-        ),
+        lambda size: embeddings(off_by(size)),
         0.1,
     ),
-    _whole(
+    whole(
         "negative_zero",
         "negative embeddings are zero",
         embeddings(torch.zeros_like, "negative_prompt_embeds", "negative_pooled_prompt_embeds"),
     ),
-    _whole(
+    whole(
         "negative_of_another",
         "another prompt as negative prompt",
         negatives(lambda negative, positive: positive.roll(4, 0)),
-        reads="negative_",
+        applies=reads("negative_"),
     ),
-    _whole("negative_empty", "an empty negative prompt", empty_negative, reads="negative_"),
-    _whole(
+    whole("negative_empty", "an empty negative prompt", empty_negative, applies=reads("negative_")),
+    whole(
         "guidance_exchanged",
         "prompt and negative prompt are exchanged",
-        conditioning(exchanged),
-        reads="negative_",
+        conditioning(lambda rows: mistakes.sides_exchanged(None, rows)),
+        applies=reads("negative_"),
     ),
-    _whole(
+    whole(
         "one_image_of_another",
         "one image has the prompt of another",
-        in_some_images(lambda job: (job.group, job.member) == (0, 1), as_it_is, other=True),
+        in_some_images(lambda job: (job.group, job.member) == (0, 1), plants.as_it_is, other=True),
     ),
-    _sized(
+    sized(
         "velocity_of_members",
         "velocities of each prompt's second image are too large by this share",
         lambda size: in_some_images(
@@ -721,78 +660,71 @@ FAULTS: Sequence[EngineFault] = (
         ),
         0.05,
     ),
-    _whole("first_repeated", "the first sample again in place of the last", first_repeated),
+    whole("first_repeated", "the first sample again in place of the last", first_repeated),
     # reference images
-    _whole(
+    whole(
         "references_missing",
         "no reference images",
-        conditioning(lambda rows: {name: value for name, value in rows.items() if name != "references"}),
-        reads="references",
+        conditioning(lambda rows: mistakes.no_references(None, rows)),
+        applies=reads("references"),
     ),
-    _whole(
+    whole(
         "references_of_another",
         "reference images of another sample",
         references(lambda value: value.roll(4, 0)),
-        reads="references",
+        applies=reads("references"),
     ),
-    _sized(
+    sized(
         "references_scaled",
         "latents of reference images are too large by this share",
         lambda size: references(lambda value: (1 + size) * value),
         0.5,
-        reads="references",
+        applies=reads("references"),
     ),
-    _whole(
+    whole(
         "references_bgr",
         "red and blue of reference images are exchanged",
         reversed_references,
-        reads="references",
+        applies=reads("references"),
     ),
-    _whole(
+    whole(
         "references_misplaced",
         "other places of the reference images",
         velocity(plants.misplaced),
-        reads="references",
+        applies=reads("references"),
     ),
-    _sized(
+    sized(
         "references_noisy",
         "latents of reference images are off by this share",
-        lambda size: references(
-            lambda value: (
-                value
-                + size
-                * value.float().std().to(value)
-                * torch.randn(value[:1].shape, generator=torch.Generator().manual_seed(2)).to(value)
-            )
-        ),
+        lambda size: references(off_by(size)),
         0.5,
-        reads="references",
+        applies=reads("references"),
     ),
-    _whole(
+    whole(
         "prompts_blank_late",
         "prompts are blank in the last third",
-        at_step(lambda fed: bool(fed < 400), blanked),
+        at_step(lambda fed: bool(fed < 400), plants.blanked),
     ),
-    _whole(
+    whole(
         "prompts_blank_first",
         "prompts are blank in the first step",
-        at_step(lambda fed: bool(fed > 990), blanked),
+        at_step(lambda fed: bool(fed > 990), plants.blanked),
     ),
     # transformer
-    _whole("head_missing", "an attention head gives 0", parameters(head)),
-    _sized("checkpoint", "matrices differ by this share of their spread", matrices, 0.05),
-    _whole("int8", "weights are int8 without being asked", parameters(int8)),
-    _whole(
+    whole("head_missing", "an attention head gives 0", parameters(head)),
+    sized("checkpoint", "matrices differ by this share of their spread", matrices, 0.05),
+    whole("int8", "weights are int8 without being asked", parameters(int8)),
+    whole(
         "block_missing",
         "a feed-forward block gives 0",
         parameters(lambda name, value: torch.zeros_like(value) if "blocks.2.ff." in name else None),
     ),
-    _whole(
+    whole(
         "bias_missing",
         "the biases of the last projection are zero",
         parameters(lambda name, value: torch.zeros_like(value) if name.endswith("proj_out.bias") else None),
     ),
-    _sized(
+    sized(
         "positions",
         "position embeddings are off by so many of their own",
         lambda size: parameters(
@@ -800,78 +732,82 @@ FAULTS: Sequence[EngineFault] = (
         ),
         0.05,
     ),
-    _sized(
+    sized(
         "velocity_large",
         "velocities are too large by this share",
         lambda size: velocity(lambda true, *arguments: (1 + size) * true(*arguments)),
         0.01,
     ),
-    _sized(
+    sized(
         "velocity_clamped",
         "velocities are clamped to 3 / size",
         lambda size: velocity(lambda true, *arguments: true(*arguments).clamp(-3 / size, 3 / size)),
         1.0,
     ),
     # adapter and syncs
-    _whole("syncs_ignored", "all syncs but the first load the first's weights", syncs(lambda sent: sent[0])),
-    _whole(
+    whole("syncs_ignored", "all syncs but the first load the first's weights", syncs(lambda sent: sent[0])),
+    whole(
         "one_sync_behind",
         "syncs load the weights of the one before",
         syncs(lambda sent: sent[max(0, len(sent) - 2)]),
     ),
-    _whole("requests_stale", "requests name an adapter of before", stale_requests),
-    _whole(
+    whole("requests_stale", "requests name an adapter of before", stale_requests),
+    whole(
         "trainer_silent",
         "the trainer's second sync and all later ones do not reach the engine",
         silent_trainer(1),
     ),
-    _sized(
+    sized(
         "adapter_scaled",
         "the adapter acts too strongly by this share",
         lambda size: adapter_scaled(1 + size),
         0.5,
     ),
-    _whole("adapter_off", "the adapter is not applied", adapter_scaled(0.0)),
-    _whole(
+    whole("adapter_off", "the adapter is not applied", adapter_scaled(0.0)),
+    whole(
         "adapter_on_half",
         "the adapter is applied in every other block",
         adapter_scaled(0.0, lambda name: any(f"blocks.{block}." in name for block in (1, 3))),
     ),
-    _whole("adapters_swapped", "the adapters of two blocks are exchanged", syncs(blocks_swapped)),
-    _whole(
+    whole(
+        "adapters_swapped",
+        "the adapters of two blocks are exchanged",
+        syncs(lambda sent: mistakes.adapters_swapped(sent[-1], dict)),
+    ),
+    whole(
         "adapter_fp8",
         "the adapter is rounded to 8 bits",
         syncs(merged(lambda name, value: value.to(torch.float8_e5m2).to(value.dtype))),
     ),
     # images
-    _sized(
+    sized(
         "vae_scaled",
         "latents are scaled too much by this share before they are decoded",
         lambda size: decoding(lambda decode, family, x: decode(family, (1 + size) * x)),
         0.05,
     ),
-    _sized(
+    sized(
         "jpeg",
         "images went through JPEG of quality 100 - 15 * size",
-        lambda size: images(jpeg(round(100 - 15 * size))),
+        lambda size: images(lambda rows: plants.jpeg(rows, round(100 - 15 * size))),
         1.0,
     ),
-    _whole("images_bgr", "channels in reverse order", images(lambda rows: rows.flip(-1))),
-    _whole("images_mirrored", "images are mirrored", images(lambda rows: rows.flip(2))),
-    _whole("images_exchanged", "images of another sample", images(lambda rows: rows.roll(1, 0))),
-    _sized(
+    whole("images_bgr", "channels in reverse order", images(lambda rows: rows.flip(-1))),
+    whole("images_mirrored", "images are mirrored", images(lambda rows: rows.flip(2))),
+    whole("images_exchanged", "images of another sample", images(lambda rows: rows.roll(1, 0))),
+    sized(
         "images_bright",
         "images are brighter by so many grey levels",
         lambda size: images(levels(lambda rows: rows + size)),
         2.0,
     ),
-    _sized(
+    sized(
         "images_contrast",
         "contrast is too strong by this share",
         lambda size: images(levels(lambda rows: 127.5 + (1 + size) * (rows - 127.5))),
         0.05,
     ),
-    _whole(
+    whole(
         "images_resized",
         "images were halved and doubled",
         images(lambda rows: rows[:, ::2, ::2].repeat_interleave(2, 1).repeat_interleave(2, 2)),

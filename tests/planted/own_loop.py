@@ -12,7 +12,6 @@ log-probs of a trainer without a fault. `DRAWN` were written down before the doc
 from __future__ import annotations
 
 import argparse
-import io
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 import flowcorr
 from flowcorr.instruments.doctor import examine_dump
 from tests.instruments.doctor.plain_loop import LEVEL, Loop
+from tests.planted import plants
 from tests.shallow import SHALLOW
 
 Plants = dict[str, Callable[[Loop, Any], Any]]
@@ -54,8 +53,8 @@ class Fault:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _always(**plants: Callable[[Loop, Any], Any]) -> Callable[[float], Plants]:
-    return lambda size: dict(plants)
+def _always(**places: Callable[[Loop, Any], Any]) -> Callable[[float], Plants]:
+    return lambda size: dict(places)
 
 
 def _of_step(change: Callable[[float], dict[str, Any]]) -> Callable[[float], Plants]:
@@ -174,14 +173,8 @@ def _jpeg(size: float) -> Plants:
     """Images that were stored as JPEG of quality 100 - size."""
 
     def plant(loop: Loop, images: Tensor) -> Tensor:
-        found = []
-        for image in (images * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy():
-            file = io.BytesIO()
-            Image.fromarray(image).save(file, "JPEG", quality=round(100 - size))
-            found.append(
-                torch.tensor(bytearray(Image.open(file).tobytes()), dtype=torch.uint8).view(*image.shape)
-            )
-        return torch.stack(found).permute(0, 3, 1, 2).float() / 255
+        stored = plants.jpeg((images * 255).round().to(torch.uint8).permute(0, 2, 3, 1), round(100 - size))
+        return stored.permute(0, 3, 1, 2).float() / 255
 
     return {"images": plant}
 

@@ -6,13 +6,16 @@ Each function returns one that changes an engine: what it returns, what it is fe
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from flowcorr.actor import DiffusionActor
@@ -134,7 +137,7 @@ def at_steps(which: Callable[[InProcessEngine], range], change: Callable[..., Te
         def at(velocity: Any, transformer: Any, latents: Tensor, timesteps: Tensor, *rest: Any) -> Tensor:
             # The nearest one, as the engine rounds its timesteps to its dtype.
             nearest = int((table - timesteps[0].cpu()).abs().argmin())
-            call = change if nearest in steps else _as_it_is
+            call = change if nearest in steps else as_it_is
             return call(velocity, transformer, latents, timesteps, *rest)
 
         seeing(at)(engine)
@@ -378,6 +381,16 @@ def blanked(
     return found
 
 
+def jpeg(images: Tensor, quality: int) -> Tensor:
+    """Images `[B, H, W, 3]` uint8 that were stored as JPEG."""
+    stored = []
+    for image in images.cpu().numpy():
+        file = io.BytesIO()
+        Image.fromarray(image).save(file, "JPEG", quality=quality)
+        stored.append(torch.from_numpy(np.array(Image.open(file))))
+    return torch.stack(stored)
+
+
 def rounded(tensor: Tensor) -> Tensor:
     """Rounded to bfloat16."""
     return tensor.to(torch.bfloat16).float()
@@ -424,6 +437,6 @@ def matrices(
     }
 
 
-def _as_it_is(velocity: Any, *arguments: Any) -> Tensor:
+def as_it_is(velocity: Any, *arguments: Any) -> Tensor:
     found: Tensor = velocity(*arguments)
     return found

@@ -22,6 +22,7 @@ import logging
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -37,11 +38,12 @@ from flowcorr.records import Prompt
 from flowcorr.rewards.base import RewardOutput
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.step import train_step
-from tests.planted.engine_faults import FAULTS, EngineFault, Place
+from tests.planted.engine_faults import FAULTS, Place
+from tests.planted.fault import Fault, parse_fault, smallest_named
 from tests.rollout.vllm_omni.conftest import Stack, running, stack_config
 
 WORDS = ("cat", "dog", "owl", "fox")
-SMALLER, NUM_SIZES = 4.0, 3
+NUM_SIZES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +99,7 @@ class Bench:
         self._initial, self._moves = stack.actor.weights.snapshot(), copy.copy(stack.engine._moves)
         self._cache = PromptCache(stack.family, stack.actor.guidance, stack.prompts)
 
-    def named(self, fault: EngineFault | None, size: float = 0.0) -> Named:
+    def named(self, fault: Fault | None, size: float = 0.0) -> Named:
         """What names a fault of this size; None for a clean engine."""
         with self._planted(fault, size):
             try:
@@ -111,7 +113,7 @@ class Bench:
             rule, step = self._trained()
         return Named(doctor=doctor, rule=rule, step=step)
 
-    def stopped(self, fault: EngineFault | None, size: float, begin: int) -> tuple[int, list[str]]:
+    def stopped(self, fault: Fault | None, size: float, begin: int) -> tuple[int, list[str]]:
         """The step at which a run is stopped, and the causes; 0 where it trains to its end.
 
         Args:
@@ -159,7 +161,7 @@ class Bench:
         return "", 0
 
     @contextlib.contextmanager
-    def _planted(self, fault: EngineFault | None, size: float) -> Iterator[None]:
+    def _planted(self, fault: Fault | None, size: float) -> Iterator[None]:
         with contextlib.ExitStack() as undo:
             undo.callback(self._restore)
             if fault is not None:
@@ -209,26 +211,20 @@ def bench(family: str, dtype: str, guidance: float, steps: int, seed: int) -> It
             yield Bench(stack, steps)
 
 
-def show(bench: Bench, faults: Sequence[tuple[EngineFault, float | None]], *, sizes: bool) -> None:
+def show(bench: Bench, faults: Sequence[tuple[Fault, float]], *, sizes: bool) -> None:
     """Print a row for a clean engine and for each fault."""
     rows: list[Named] = []
-    names = tuple(bench.stack.conditioning)
-    faults = [(fault, size) for fault, size in faults if any(name.startswith(fault.reads) for name in names)]
     clean = bench.named(None)
     print(f"clean | {clean.doctor or 'nothing'} | {clean.rule or 'nothing'}", flush=True)
     for fault, size in faults:
-        size = fault.size if size is None else size
-        found = bench.named(fault, size or 0.0)
+        found = bench.named(fault, size)
         rows.append(found)
-        smallest, unseen = size, None
-        for exponent in range(1, NUM_SIZES):
-            if not (sizes and size and found.within(bench.steps)):
-                break
-            if not bench.named(fault, size / SMALLER**exponent).within(bench.steps):
-                unseen = size / SMALLER**exponent
-                break
-            smallest = size / SMALLER**exponent
-        number = "" if not size else f"{smallest:.3g}" + ("" if unseen is None else f", not {unseen:.3g}")
+        number = f"{size:.3g}" if size else ""
+        if size and sizes and found.within(bench.steps):
+            smallest, unseen = smallest_named(
+                lambda smaller, fault=fault: bench.named(fault, smaller).within(bench.steps), size, NUM_SIZES
+            )
+            number = f"{smallest:.3g}" + ("" if unseen is None else f", not {unseen:.3g}")
         text = f"{found.rule} at {found.step}" if found.rule else "unseen"
         print(
             f"{fault.name} | {found.doctor or 'unseen'} | {text} | {number} | {fault.stands_for}", flush=True
@@ -241,14 +237,13 @@ def show(bench: Bench, faults: Sequence[tuple[EngineFault, float | None]], *, si
     print(f"{failed} by the doctor before the first")
 
 
-def show_stops(bench: Bench, faults: Sequence[tuple[EngineFault, float | None]], begin: int) -> None:
+def show_stops(bench: Bench, faults: Sequence[tuple[Fault, float]], begin: int) -> None:
     """Print where a clean run and runs with each fault are stopped."""
-    names, steps = tuple(bench.stack.conditioning), []
-    faults = [(fault, size) for fault, size in faults if any(name.startswith(fault.reads) for name in names)]
+    steps = []
     step, causes = bench.stopped(None, 0.0, begin)
     print(f"clean | {', '.join(causes) or f'not stopped in {bench.steps} steps'}", flush=True)
     for fault, size in faults:
-        step, causes = bench.stopped(fault, (fault.size if size is None else size) or 0.0, begin)
+        step, causes = bench.stopped(fault, size, begin)
         steps.append(step)
         print(
             f"{fault.name} | {step or 'not stopped'} | {', '.join(causes)} | {fault.stands_for}", flush=True
@@ -268,7 +263,14 @@ if __name__ == "__main__":
     parser.add_argument("--guidance", type=float, default=4.0)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fault", nargs="+", metavar="NAME[=SIZE]", help="default: all")
+    parser.add_argument(
+        "--fault",
+        nargs="+",
+        metavar="NAME[=SIZE]",
+        type=partial(parse_fault, FAULTS),
+        default=[(fault, fault.size or 0.0) for fault in FAULTS],
+        help="default: all",
+    )
     parser.add_argument(
         "--begin", type=int, metavar="STEP", help="show where the gate stops, of faults from here on"
     )
@@ -276,12 +278,10 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
     torch.set_num_threads(1)
-    by_name = {fault.name: fault for fault in FAULTS}
-    asked = [text.partition("=") for text in arguments.fault or by_name]
-    chosen = [(by_name[name], float(size) if size else None) for name, _, size in asked]
     with bench(
         arguments.family, arguments.dtype, arguments.guidance, arguments.steps, arguments.seed
     ) as started:
+        chosen = [row for row in arguments.fault if row[0].applies(started.stack.conditioning)]
         if arguments.begin:
             show_stops(started, chosen, arguments.begin)
         else:

@@ -27,12 +27,12 @@ from flowcorr.trainer.measurements import measure_replay
 from flowcorr.trainer.run import TrainingRun
 from flowcorr.trainer.setup import load_model
 from tests.judging import examine_step
+from tests.planted.fault import Fault, smallest_named
 from tests.planted.plants import Plant, own_engine
-from tests.planted.table import FAULTS, Fault
+from tests.planted.table import FAULTS
 
 MAX_IMAGES = 2  # a prompt
 _EMULATED = {"nf4": "int4"}  # what `rollout.emulate` lacks, and the next coarser format
-SMALLER = 4.0  # factor between two sizes of a fault
 NUM_SIZES = 4
 TRAINING_STEP = 1
 
@@ -184,13 +184,10 @@ def _drilled(bench: Bench, fault: Fault, usual: set[str]) -> Drilled:
     named_by = _named_by(bench, fault.plant(fault.size or 0.0), usual)
     if fault.size is None or not named_by:
         return Drilled(fault=fault, named_by=named_by, unseen=None if named_by else fault.size)
-    smallest = fault.size
-    for exponent in range(1, NUM_SIZES):
-        size = fault.size / SMALLER**exponent
-        if not _named_by(bench, fault.plant(size), usual):
-            return Drilled(fault=fault, named_by=named_by, smallest=smallest, unseen=size)
-        smallest = size
-    return Drilled(fault=fault, named_by=named_by, smallest=smallest)
+    smallest, unseen = smallest_named(
+        lambda size: bool(_named_by(bench, fault.plant(size), usual)), fault.size, NUM_SIZES
+    )
+    return Drilled(fault=fault, named_by=named_by, smallest=smallest, unseen=unseen)
 
 
 def _named_by(bench: Bench, plant: Plant, usual: set[str]) -> str:
