@@ -31,6 +31,7 @@ from torch import Tensor
 
 from tests.prompts import check_told_apart, prompts_of
 from tests.shallow import SHALLOW
+from tests.tiny_pipelines import engine_beside, stir
 
 if TYPE_CHECKING:
     from flowcorr.actor import DiffusionActor
@@ -176,9 +177,7 @@ class Run:
 
     def stir(self, scale: float = 0.02, seed: int = 0) -> None:
         """Move the trained weights, as training would, and tell the engine."""
-        draw = torch.Generator().manual_seed(seed)
-        for parameter in self.actor.weights.parameters.values():
-            parameter.data += scale * torch.randn(parameter.shape, generator=draw).to(parameter)
+        stir(self.actor, scale, seed)
         self.actor.weights.version += 1
         self.engine.sync(self.actor.weights.snapshot())
 
@@ -248,24 +247,16 @@ def encoded(path: str, dtype: str, prompts: tuple[str, ...], guidance: Guidance)
 def start_run(config: Config, prompts: Sequence[str] = ("cat", "dog")) -> Run:
     """Connect the embedded model, actor and engine as the trainer does."""
     from flowcorr.actor import DiffusionActor
-    from flowcorr.rollout import InProcessEngine
 
     family = copy.copy(loaded_family(config.model.path, config.model.dtype, config.model.quantization))
     family.pipeline = copy.copy(family.pipeline)
     family.pipeline.transformer = copy.deepcopy(family.transformer)
     actor = DiffusionActor(family, config)
-    engine = InProcessEngine(
-        family,
-        config.rollout,
-        config.sampling,
-        seed=config.trainer.seed,
-        merge=actor.weights.merged,
-        base=actor.weights.untrained,
-    )
-    engine.sync(actor.weights.snapshot())
     rows = encoded(config.model.path, config.model.dtype, tuple(prompts), actor.guidance)
     conditioning = {name: tensor.clone() for name, tensor in rows.items()}
-    return Run(config=config, family=family, actor=actor, engine=engine, conditioning=conditioning)
+    return Run(
+        config=config, family=family, actor=actor, engine=engine_beside(actor), conditioning=conditioning
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.prompts import check_told_apart, prompts_of
@@ -92,10 +91,11 @@ def build_tiny_qwen_image_edit(
     path, dtype: torch.dtype = torch.float32, seed: int = 0, *, name: str = "QwenImageEditPipeline"
 ) -> Path:
     """Qwen-Image-Edit, whose reference images have a megapixel: a VAE that shrinks by 16 leaves few tokens of them."""
-    pytest.importorskip("torchvision")  # which its processor needs
     import diffusers
+    import pytest
     from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
 
+    pytest.importorskip("torchvision")  # which the processor needs
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         # The newest checkpoints of the other pipeline tell reference tokens a timestep of 0.
@@ -636,29 +636,32 @@ def _save(pipeline, path, dtype: torch.dtype) -> Path:
 def connect(config, prompts):
     """Family, actor, engine and conditioning of prompts or their texts, connected as the trainer does."""
     from flowcorr.actor import DiffusionActor
-    from flowcorr.rollout import InProcessEngine
     from flowcorr.trainer.setup import load_model
 
     family = load_model(config)
     actor = DiffusionActor(family, config)
-    engine = InProcessEngine(
-        family,
-        config.rollout,
-        config.sampling,
-        seed=config.trainer.seed,
-        merge=actor.weights.merged,
-        base=actor.weights.untrained,
-    )
-    engine.sync(actor.weights.snapshot())
+    engine = engine_beside(actor)
     if isinstance(prompts[0], str):
         prompts = prompts_of(prompts)
     check_told_apart(family, prompts, actor.guidance)
     return family, actor, engine, family.encode(prompts, actor.guidance)
 
 
-def stir(actor, scale: float = 0.05) -> None:
+def engine_beside(actor):
+    """The engine in process of an actor, connected as the trainer does."""
+    from flowcorr.rollout import in_process
+
+    weights = actor.weights
+    engine = in_process.build(
+        actor.config, actor.family, merge=weights.merged, base=weights.untrained, probe=None
+    )
+    engine.sync(weights.snapshot())
+    return engine
+
+
+def stir(actor, scale: float = 0.05, seed: int = 0) -> None:
     """Move the trained weights, as training would."""
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(seed)
     for parameter in actor.weights.parameters.values():
         parameter.data += scale * torch.randn(parameter.shape, generator=draw).to(parameter)
 

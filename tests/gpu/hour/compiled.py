@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from flowcorr.actor.scoring import Scorer
 from tests.gpu.hour import meter
-from tests.gpu.hour.families import build_actor, build_engine, correct, planned_config, sampled_batch, update
+from tests.gpu.hour.families import build_actor, correct, planned_config, sampled_batch, update
 from tests.gpu.hour.parts import Hour, SkippedError
 from tests.gpu.hour.step import SAME_POLICY
+from tests.tiny_pipelines import engine_beside
 
 BLOCKS = 4
 """Of a kind; the blocks of a kind share a compilation."""
@@ -20,7 +21,7 @@ def measure(hour: Hour, family: str) -> None:
     config, architecture, planned = planned_config(hour, family)
     few = architecture.cut(lambda depth: min(depth, 2 if hour.tiny else BLOCKS))
     actor, conditioning = build_actor(hour, config, few)
-    batch = sampled_batch(build_engine(actor), conditioning, config)
+    batch = sampled_batch(engine_beside(actor), conditioning, config)
     rollout = batch.rollout
     eager = actor.log_probs(rollout)
     batch = correct(actor, replace(batch, old_log_probs=eager.log_probs, old_means=rollout.window.means))

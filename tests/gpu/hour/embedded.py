@@ -17,6 +17,7 @@ from flowcorr.rollout import InProcessEngine
 from tests.gpu.hour import meter
 from tests.gpu.hour.parts import Hour
 from tests.prompts import prompts_of
+from tests.tiny_pipelines import engine_beside, stir
 
 OVERRIDES = ("rollout.prompts_per_step=2", "rollout.n=8", "actor.mini_batches=1", "actor.grad_clip=1e9")
 PROMPTS = ("cat", "dog")
@@ -89,16 +90,6 @@ def _compare(hour: Hour, name: str, most: float, stack: _Stack, batch: ActorBatc
 def _stack(config: Config, device: torch.device) -> _Stack:
     family = load_family(config.model, device)
     actor = DiffusionActor(family, config)
-    draw = torch.Generator().manual_seed(0)
-    for parameter in actor.weights.parameters.values():
-        parameter.data += 0.02 * torch.randn(parameter.shape, generator=draw).to(parameter)
-    engine = InProcessEngine(
-        family,
-        config.rollout,
-        config.sampling,
-        seed=config.trainer.seed,
-        merge=actor.weights.merged,
-        base=actor.weights.untrained,
-    )
-    engine.sync(actor.weights.snapshot())
-    return _Stack(actor=actor, engine=engine, conditioning=family.encode(prompts_of(PROMPTS), actor.guidance))
+    stir(actor, 0.02)
+    conditioning = family.encode(prompts_of(PROMPTS), actor.guidance)
+    return _Stack(actor=actor, engine=engine_beside(actor), conditioning=conditioning)

@@ -6,7 +6,6 @@ import contextlib
 import json
 import subprocess
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -40,7 +39,7 @@ def measure(hour: Hour) -> None:
     device = f"trainer.device={hour.device}"
     for dtype in ("float32",) if hour.tiny else ("bfloat16", "float32"):
         for ways in WAYS:
-            with _reported(hour, f"{ways[0]}, {dtype}"):
+            with hour.reported(f"{ways[0]}, {dtype}"):
                 keys = [
                     f"model.dtype={dtype}",
                     f"rollout.dtype={dtype}",
@@ -48,7 +47,7 @@ def measure(hour: Hour) -> None:
                 ]
                 _synced(hour, dtype, ways, [*SMALL, *keys, device])
     if hour.device.type == "cuda":
-        with _reported(hour, "sleep"):
+        with hour.reported("sleep"):
             _slept(hour, [*SMALL, "rollout.engine.enable_sleep_mode=true", device])
     else:
         hour.row("sleep", "skipped", note="an engine on a CPU cannot sleep")
@@ -68,15 +67,6 @@ def installed() -> bool:
     return True
 
 
-@contextlib.contextmanager
-def _reported(hour: Hour, name: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        traceback.print_exc()
-        hour.row(name, "failed", failed=True, note=f"{type(error).__name__}: {error}"[-300:])
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Stack:
     actor: DiffusionActor
@@ -88,9 +78,7 @@ class _Stack:
 
     def stir(self) -> None:
         """Move the weights, as training would."""
-        draw = torch.Generator().manual_seed(self.actor.weights.version)
-        for parameter in self.actor.weights.parameters.values():
-            parameter.data += 0.02 * torch.randn(parameter.shape, generator=draw).to(parameter)
+        tiny_pipelines.stir(self.actor, 0.02, seed=self.actor.weights.version)
         self.actor.weights.version += 1
 
     def sync(self) -> None:

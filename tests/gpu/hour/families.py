@@ -149,21 +149,6 @@ def build_actor(
     return DiffusionActor(family, config), conditioning
 
 
-def build_engine(actor: DiffusionActor) -> InProcessEngine:
-    """The engine beside an actor, connected as the trainer does."""
-    config = actor.config
-    engine = InProcessEngine(
-        actor.family,
-        config.rollout,
-        config.sampling,
-        seed=config.trainer.seed,
-        merge=actor.weights.merged,
-        base=actor.weights.untrained,
-    )
-    engine.sync(actor.weights.snapshot())
-    return engine
-
-
 def sampled_batch(engine: InProcessEngine, conditioning: Conditioning, config: Config) -> ActorBatch:
     """A batch of one group whose advantages differ from sample to sample."""
     means = needs_rollout_means(config)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,6 +113,15 @@ class Hour:
         if name not in self.facts.get(part, {}):
             raise SkippedError(f"needs {name!r} of the part {part!r}, which has not measured it")
         return self.facts[part][name]
+
+    @contextlib.contextmanager
+    def reported(self, name: str) -> Iterator[None]:
+        """Make a row of what fails inside the block, so that the rest of the part goes on."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.row(name, "failed", failed=True, note=f"{type(error).__name__}: {error}"[-300:])
 
     def _write(self, entry: Mapping[str, Any]) -> None:
         with self.lines.open("a", encoding="utf-8") as file:

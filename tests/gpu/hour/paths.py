@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import shutil
-import traceback
 
 from flowcorr import config as configs
 from flowcorr.trainer import train
@@ -72,15 +71,15 @@ WORKERS = {
 def measure(hour: Hour) -> None:
     device = f"trainer.device={hour.device}"
     for name, overrides in PATHS.items():
-        with _reported(hour, name):
+        with hour.reported(name):
             _step(hour, name, [*SMALL, *overrides, device])
-    with _reported(hour, "resumed"):
+    with hour.reported("resumed"):
         _resumed(hour, "resumed", [*SMALL, device])
     for name, overrides in WITH_BITSANDBYTES.items():
         if importlib.util.find_spec("bitsandbytes") is None:
             hour.row(name, "skipped", note="bitsandbytes is not installed")
             continue
-        with _reported(hour, name):
+        with hour.reported(name):
             _step(hour, name, [*SMALL, *overrides, device])
             _resumed(hour, f"{name}, resumed", [*SMALL, *overrides, device])
     if importlib.util.find_spec("ray") is None:
@@ -88,20 +87,10 @@ def measure(hour: Hour) -> None:
         return
     for name, overrides in WORKERS.items():
         if hour.device.type == "cuda" or "num_gpus" not in str(overrides):
-            with _reported(hour, name):
+            with hour.reported(name):
                 config = configs.load("tiny_jpeg_lora", [*SMALL, *overrides, device])
                 result = train(config, _empty(hour, name))
                 hour.row(name, result.step, unit="steps", expected=2, within=0.0)
-
-
-@contextlib.contextmanager
-def _reported(hour: Hour, name: str):
-    """A path that fails is a row; the others go on."""
-    try:
-        yield
-    except Exception as error:
-        traceback.print_exc()
-        hour.row(name, "failed", failed=True, note=f"{type(error).__name__}: {error}"[-300:])
 
 
 def _step(hour: Hour, name: str, overrides: list[str]) -> None:

@@ -15,8 +15,9 @@ from flowcorr.instruments.plan.answers import MEMORY_TOLERANCE
 from flowcorr.instruments.plan.training import recompute_log_probs
 from flowcorr.records import ActorBatch
 from tests.gpu.hour import meter
-from tests.gpu.hour.families import build_actor, build_engine, correct, planned_config, sampled_batch, update
+from tests.gpu.hour.families import build_actor, correct, planned_config, sampled_batch, update
 from tests.gpu.hour.parts import Hour
+from tests.tiny_pipelines import engine_beside
 
 MEMORY = {"unit": "GB", "within": MEMORY_TOLERANCE}
 TIME = {"unit": "s", "within": 0.35}
@@ -44,7 +45,7 @@ def measure(hour: Hour, family: str) -> None:
     )
     hour.row("blocks", planned["blocks"], note=f"micro-batch {micro_batch}, {config.model.dtype}")
 
-    engine = build_engine(actor)
+    engine = engine_beside(actor)
     batch = sampled_batch(engine, conditioning, config)
     window = config.sampling.sde_window_size
     passes = 2 * micro_batch * config.sampling.num_inference_steps / (micro_batch * window)
