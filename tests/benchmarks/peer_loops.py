@@ -10,6 +10,7 @@ the highest memory since its start in MB. FOLDER holds `model` and `prompts`.
 import itertools
 import json
 import os
+import re
 import runpy
 import shutil
 import sys
@@ -19,8 +20,6 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
-
-from tests.benchmarks.memory import high_water  # noqa: E402
 
 BATCH, BATCHES, GROUP, STEPS, UPDATES = 8, 4, 8, 10, 2
 NEVER = 10**6
@@ -36,6 +35,12 @@ FLOWCORR = {
 """By name: overrides. The first has the batches of the others' loops."""
 LONGER = {"longer": 2, "longest": 8}
 """The steps of the schedule that one step of these loops covers, for which a window has to leave room."""
+
+
+def high_water() -> float:
+    """The most memory that this process held since its start, in MB; `ru_maxrss` would begin with the parent's."""
+    (kilobytes,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(kilobytes) / 1024
 
 
 @dataclass(frozen=True)
