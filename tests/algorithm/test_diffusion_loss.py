@@ -168,23 +168,6 @@ def test_a_loss_without_its_means_is_an_error(loss_mode):
         diffusion_loss(replace(terms, old_kl=None), ActorConfig(loss_mode=loss_mode))
 
 
-def test_shapes_that_differ_are_an_error():
-    terms = steps()
-    config = RolloutCorrectionConfig(bypass_mode=True, bypass_scope="trajectory")
-    with pytest.raises(BatchError, match=r"^rollout_log_prob .*\[3, 1\]; .*\[3, 2\]"):
-        diffusion_loss(replace(terms, rollout_log_prob=terms.rollout_log_prob[:, :1]), ACTOR, config)
-
-
-def test_the_correction_carries_no_gradient():
-    terms = steps()
-    config = RolloutCorrectionConfig(
-        bypass_mode=True, loss_type="reinforce", rollout_is="token", rollout_is_threshold=5.0
-    )
-    output = diffusion_loss(terms.per_term(), ACTOR, config)
-    weight = (terms.log_prob - terms.rollout_log_prob).detach().exp()
-    torch.testing.assert_close(gradient(output, terms), -weight * terms.advantage)
-
-
 @pytest.mark.parametrize(("weighting", "factor"), [("exact", 1.0), ("flow_grpo", 0.1)])
 def test_reference_kl_is_added_over_kept_terms(weighting, factor):
     terms, mean = window()

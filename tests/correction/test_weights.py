@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from flowcorr.correction import compute_rollout_correction_and_rejection_mask as correct
-from flowcorr.correction.weights import band_of, capped
 
 
 def test_icepop_zeros_are_kept():
@@ -87,10 +86,3 @@ def test_effective_sample_size_of_small_weights(exponent):
     share = sum(weights) ** 2 / (3 * sum(weight**2 for weight in weights))
     assert values["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(share, rel=1e-12)
     assert values["rollout_corr/rollout_is_std"] == pytest.approx(statistics.stdev(weights), rel=1e-9)
-
-
-def test_a_number_truncates_and_a_pair_zeroes():
-    weights = torch.tensor([0.1, 1.0, 3.0])
-    assert torch.equal(capped(weights, 2.0), torch.tensor([0.1, 1.0, 2.0]))
-    assert torch.equal(capped(weights, (0.5, 2.0)), torch.tensor([0.0, 1.0, 0.0]))
-    assert (band_of(2.0), band_of((0.5, 5.0))) == ((0.5, 2.0), (0.5, 5.0))
