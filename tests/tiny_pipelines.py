@@ -11,10 +11,12 @@ As a script it builds one and prints the overrides that fit a recipe to it:
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,6 +52,18 @@ OVIS_TEMPLATE = (
 )
 
 
+def builder(make: Callable[..., Any]) -> Callable[..., Path]:
+    """Let a function that makes a pipeline of random weights write it instead: `(path, dtype, seed, **options)`."""
+
+    @functools.wraps(make)
+    def build(path, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> Path:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return _save(make(**options), path, dtype)
+
+    return build
+
+
 def build_tiny_sd3(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
     """The embedded architecture, untrained; native size 64 x 64, prompts of up to six letters."""
     return _save(_sd3_pipeline(seed), path, dtype)
@@ -73,55 +87,47 @@ def build_tiny_sd35(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
     return _save(pipeline, path, dtype)
 
 
-def build_tiny_qwen_image(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+@builder
+def build_tiny_qwen_image():
     """Qwen-Image: 16-channel patches of a 4-channel VAE that shrinks by 4; the real scheduler's shift."""
     from diffusers import QwenImagePipeline
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        parts = _qwen_parts(depth=2)
-        tokenizer = qwen_tokenizer()
-        pipeline = QwenImagePipeline(
-            **parts, text_encoder=_qwen_text_encoder(len(tokenizer)), tokenizer=tokenizer
-        )
-        return _save(pipeline, path, dtype)
+    parts = _qwen_parts(depth=2)
+    tokenizer = qwen_tokenizer()
+    return QwenImagePipeline(**parts, text_encoder=_qwen_text_encoder(len(tokenizer)), tokenizer=tokenizer)
 
 
-def build_tiny_qwen_image_edit(
-    path, dtype: torch.dtype = torch.float32, seed: int = 0, *, name: str = "QwenImageEditPipeline"
-) -> Path:
+@builder
+def build_tiny_qwen_image_edit(*, name: str = "QwenImageEditPipeline"):
     """Qwen-Image-Edit, whose reference images have a megapixel: a VAE that shrinks by 16 leaves few tokens of them."""
     import diffusers
     import pytest
     from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
 
     pytest.importorskip("torchvision")  # which the processor needs
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        # The newest checkpoints of the other pipeline tell reference tokens a timestep of 0.
-        parts = _qwen_parts(depth=4, zero_cond_t=name.endswith("PlusPipeline"))
-        tokenizer = qwen_tokenizer(QWEN_EDIT_TEMPLATE, 64)
-        marks = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-        tokenizer.add_special_tokens({"additional_special_tokens": marks})
-        start, end, image, video = tokenizer.convert_tokens_to_ids(marks)
-        places = {
-            "vision_start_token_id": start,
-            "vision_end_token_id": end,
-            "image_token_id": image,
-            "video_token_id": video,
-        }
-        processor = Qwen2VLProcessor(
-            image_processor=Qwen2VLImageProcessor(size={"shortest_edge": 3136, "longest_edge": 12845056}),
-            tokenizer=tokenizer,
-            video_processor=Qwen2VLVideoProcessor(),
-        )
-        pipeline = getattr(diffusers, name)(
-            **parts,
-            text_encoder=_qwen_text_encoder(len(tokenizer), **places),
-            tokenizer=tokenizer,
-            processor=processor,
-        )
-        return _save(pipeline, path, dtype)
+    # The newest checkpoints of the other pipeline tell reference tokens a timestep of 0.
+    parts = _qwen_parts(depth=4, zero_cond_t=name.endswith("PlusPipeline"))
+    tokenizer = qwen_tokenizer(QWEN_EDIT_TEMPLATE, 64)
+    marks = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    start, end, image, video = tokenizer.convert_tokens_to_ids(marks)
+    places = {
+        "vision_start_token_id": start,
+        "vision_end_token_id": end,
+        "image_token_id": image,
+        "video_token_id": video,
+    }
+    processor = Qwen2VLProcessor(
+        image_processor=Qwen2VLImageProcessor(size={"shortest_edge": 3136, "longest_edge": 12845056}),
+        tokenizer=tokenizer,
+        video_processor=Qwen2VLVideoProcessor(),
+    )
+    return getattr(diffusers, name)(
+        **parts,
+        text_encoder=_qwen_text_encoder(len(tokenizer), **places),
+        tokenizer=tokenizer,
+        processor=processor,
+    )
 
 
 def build_tiny_qwen_image_edit_plus(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
@@ -129,36 +135,32 @@ def build_tiny_qwen_image_edit_plus(path, dtype: torch.dtype = torch.float32, se
     return build_tiny_qwen_image_edit(path, dtype, seed, name="QwenImageEditPlusPipeline")
 
 
-def build_tiny_flux(
-    path, dtype: torch.dtype = torch.float32, seed: int = 0, *, guidance_embeds: bool = True
-) -> Path:
+@builder
+def build_tiny_flux(*, guidance_embeds: bool = True):
     """FLUX.1: 16-channel patches of a 4-channel VAE that shrinks by 2; dev's shift and distilled guidance."""
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        transformer = FluxTransformer2DModel(
-            patch_size=1,
-            in_channels=16,
-            num_layers=1,
-            num_single_layers=1,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=TEXT_WIDTH,
-            pooled_projection_dim=TEXT_WIDTH,
-            guidance_embeds=guidance_embeds,
-            axes_dims_rope=(4, 6, 6),
-        )
-        pipeline = FluxPipeline(
-            transformer=transformer,
-            vae=_vae(),
-            scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
-            text_encoder=_clip_text_encoder(),
-            tokenizer=clip_tokenizer(),
-            text_encoder_2=_t5_encoder(),
-            tokenizer_2=t5_tokenizer(),
-        )
-        return _save(pipeline, path, dtype)
+    transformer = FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=TEXT_WIDTH,
+        pooled_projection_dim=TEXT_WIDTH,
+        guidance_embeds=guidance_embeds,
+        axes_dims_rope=(4, 6, 6),
+    )
+    return FluxPipeline(
+        transformer=transformer,
+        vae=_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
+        text_encoder=_clip_text_encoder(),
+        tokenizer=clip_tokenizer(),
+        text_encoder_2=_t5_encoder(),
+        tokenizer_2=t5_tokenizer(),
+    )
 
 
 def build_tiny_flux_kontext(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
@@ -172,9 +174,8 @@ def build_tiny_flux_kontext(path, dtype: torch.dtype = torch.float32, seed: int 
         return _save(FluxKontextPipeline(**flux.components), path, dtype)
 
 
-def build_tiny_flux2_klein(
-    path, dtype: torch.dtype = torch.float32, seed: int = 0, *, is_distilled: bool = False
-) -> Path:
+@builder
+def build_tiny_flux2_klein(*, is_distilled: bool = False):
     """FLUX.2 klein: 16-channel patches of a 4-channel VAE that shrinks by 2; text of the real layers, 9, 18 and 27."""
     from diffusers import (
         AutoencoderKLFlux2,
@@ -183,93 +184,87 @@ def build_tiny_flux2_klein(
         Flux2Transformer2DModel,
     )
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        transformer = Flux2Transformer2DModel(
-            in_channels=16,
-            num_layers=1,
-            num_single_layers=1,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=3 * TEXT_WIDTH,
-            timestep_guidance_channels=32,
-            guidance_embeds=False,
-            axes_dims_rope=(4, 4, 4, 4),
-        )
-        vae = AutoencoderKLFlux2(**_VAE)
-        vae.bn.running_mean.normal_(std=0.3)
-        vae.bn.running_var.uniform_(0.5, 2.0)
-        tokenizer = qwen_tokenizer()
-        pipeline = Flux2KleinPipeline(
-            transformer=transformer,
-            vae=vae,
-            scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
-            text_encoder=_qwen3("Qwen3ForCausalLM", len(tokenizer), num_layers=27),
-            tokenizer=tokenizer,
-            is_distilled=is_distilled,
-        )
-        return _save(pipeline, path, dtype)
+    transformer = Flux2Transformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=3 * TEXT_WIDTH,
+        timestep_guidance_channels=32,
+        guidance_embeds=False,
+        axes_dims_rope=(4, 4, 4, 4),
+    )
+    vae = AutoencoderKLFlux2(**_VAE)
+    vae.bn.running_mean.normal_(std=0.3)
+    vae.bn.running_var.uniform_(0.5, 2.0)
+    tokenizer = qwen_tokenizer()
+    return Flux2KleinPipeline(
+        transformer=transformer,
+        vae=vae,
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
+        text_encoder=_qwen3("Qwen3ForCausalLM", len(tokenizer), num_layers=27),
+        tokenizer=tokenizer,
+        is_distilled=is_distilled,
+    )
 
 
-def build_tiny_z_image(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+@builder
+def build_tiny_z_image():
     """Z-Image: patches of a 4-channel VAE that shrinks by 2; the real scheduler's constant shift."""
     from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        transformer = ZImageTransformer2DModel(
-            in_channels=4,
-            dim=48,
-            n_layers=2,
-            n_refiner_layers=1,
-            n_heads=3,
-            n_kv_heads=3,
-            cap_feat_dim=TEXT_WIDTH,
-            axes_dims=[4, 6, 6],
-            axes_lens=[256, 64, 64],
-        )
-        for padding in (transformer.x_pad_token, transformer.cap_pad_token):
-            torch.nn.init.normal_(padding)
-        tokenizer = qwen_tokenizer()
-        pipeline = ZImagePipeline(
-            transformer=transformer,
-            vae=_vae(),
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-            text_encoder=_qwen3("Qwen3Model", len(tokenizer), num_layers=2),
-            tokenizer=tokenizer,
-        )
-        return _save(pipeline, path, dtype)
+    transformer = ZImageTransformer2DModel(
+        in_channels=4,
+        dim=48,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=3,
+        n_kv_heads=3,
+        cap_feat_dim=TEXT_WIDTH,
+        axes_dims=[4, 6, 6],
+        axes_lens=[256, 64, 64],
+    )
+    for padding in (transformer.x_pad_token, transformer.cap_pad_token):
+        torch.nn.init.normal_(padding)
+    tokenizer = qwen_tokenizer()
+    return ZImagePipeline(
+        transformer=transformer,
+        vae=_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        text_encoder=_qwen3("Qwen3Model", len(tokenizer), num_layers=2),
+        tokenizer=tokenizer,
+    )
 
 
-def build_tiny_ovis_image(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+@builder
+def build_tiny_ovis_image():
     """Ovis-Image: 16-channel patches of a 4-channel VAE that shrinks by 2; a dynamic shift."""
     from diffusers import FlowMatchEulerDiscreteScheduler, OvisImagePipeline, OvisImageTransformer2DModel
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        transformer = OvisImageTransformer2DModel(
-            patch_size=1,
-            in_channels=16,
-            out_channels=16,
-            num_layers=1,
-            num_single_layers=1,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=TEXT_WIDTH,
-            axes_dims_rope=(4, 6, 6),
-        )
-        tokenizer = qwen_tokenizer(OVIS_TEMPLATE, 28)
-        pipeline = OvisImagePipeline(
-            transformer=transformer,
-            vae=_vae(),
-            scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
-            text_encoder=_qwen3("Qwen3Model", len(tokenizer), num_layers=2),
-            tokenizer=tokenizer,
-        )
-        return _save(pipeline, path, dtype)
+    transformer = OvisImageTransformer2DModel(
+        patch_size=1,
+        in_channels=16,
+        out_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=TEXT_WIDTH,
+        axes_dims_rope=(4, 6, 6),
+    )
+    tokenizer = qwen_tokenizer(OVIS_TEMPLATE, 28)
+    return OvisImagePipeline(
+        transformer=transformer,
+        vae=_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
+        text_encoder=_qwen3("Qwen3Model", len(tokenizer), num_layers=2),
+        tokenizer=tokenizer,
+    )
 
 
-def build_tiny_longcat_image(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+@builder
+def build_tiny_longcat_image():
     """LongCat-Image, the family that `examples/new_model.py` adds; its pipeline draws noise of 16 channels."""
     from diffusers import (
         FlowMatchEulerDiscreteScheduler,
@@ -277,37 +272,36 @@ def build_tiny_longcat_image(path, dtype: torch.dtype = torch.float32, seed: int
         LongCatImageTransformer2DModel,
     )
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        transformer = LongCatImageTransformer2DModel(
-            patch_size=1,
-            in_channels=64,
-            num_layers=1,
-            num_single_layers=1,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=TEXT_WIDTH,
-            pooled_projection_dim=TEXT_WIDTH,
-            axes_dims_rope=(4, 6, 6),
-        )
-        tokenizer = qwen_tokenizer()
-        pipeline = LongCatImagePipeline(
-            transformer=transformer,
-            vae=_vae(latent_channels=16),
-            scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
-            text_encoder=_qwen_text_encoder(len(tokenizer)),
-            tokenizer=tokenizer,
-            text_processor=tokenizer,  # it would rewrite prompts
-        )
-        return _save(pipeline, path, dtype)
+    transformer = LongCatImageTransformer2DModel(
+        patch_size=1,
+        in_channels=64,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=TEXT_WIDTH,
+        pooled_projection_dim=TEXT_WIDTH,
+        axes_dims_rope=(4, 6, 6),
+    )
+    tokenizer = qwen_tokenizer()
+    return LongCatImagePipeline(
+        transformer=transformer,
+        vae=_vae(latent_channels=16),
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
+        text_encoder=_qwen_text_encoder(len(tokenizer)),
+        tokenizer=tokenizer,
+        text_processor=tokenizer,  # it would rewrite prompts
+    )
 
 
-def build_tiny_wan(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+@builder
+def build_tiny_wan():
     """Wan 2.1: 16-channel latents of a VAE that shrinks by 8, and by 4 in time; the real scheduler, UniPC."""
-    return _save(_wan_pipeline(seed, channels=16), path, dtype)
+    return _wan_pipeline(channels=16)
 
 
-def build_tiny_wan22_ti2v(path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+@builder
+def build_tiny_wan22_ti2v():
     """Wan 2.2 TI2V: a timestep a token, and a VAE of patches of 2 x 2 pixels that shrinks by 16."""
     patches = {
         "patch_size": 2,
@@ -316,7 +310,7 @@ def build_tiny_wan22_ti2v(path, dtype: torch.dtype = torch.float32, seed: int = 
         "scale_factor_spatial": 16,
         "is_residual": True,
     }
-    return _save(_wan_pipeline(seed, channels=48, expand_timesteps=True, **patches), path, dtype)
+    return _wan_pipeline(channels=48, expand_timesteps=True, **patches)
 
 
 def make_sensitive(path, factor: float = SENSITIVE) -> Path:
@@ -561,48 +555,46 @@ def _vae(**changes):
     return AutoencoderKL(**_VAE | changes, scaling_factor=0.3611, shift_factor=0.1159)
 
 
-def _wan_pipeline(seed: int, *, channels: int, expand_timesteps: bool = False, **vae):
+def _wan_pipeline(*, channels: int, expand_timesteps: bool = False, **vae):
     from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
     from transformers import UMT5Config, UMT5EncoderModel
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        tokenizer = t5_tokenizer()
-        statistics = {
-            "latents_mean": torch.linspace(-0.5, 0.5, channels).tolist(),
-            "latents_std": torch.linspace(1.5, 3.0, channels).tolist(),
-        }
-        text = UMT5Config(
-            vocab_size=len(tokenizer), d_model=TEXT_WIDTH, d_kv=8, d_ff=32, num_layers=1, num_heads=2
-        )
-        return WanPipeline(
-            tokenizer=tokenizer,
-            text_encoder=_with_unit_scale(UMT5EncoderModel(text)),
-            transformer=WanTransformer3DModel(
-                num_attention_heads=2,
-                attention_head_dim=12,
-                in_channels=channels,
-                out_channels=channels,
-                text_dim=TEXT_WIDTH,
-                freq_dim=32,
-                ffn_dim=32,
-                num_layers=2,
-                rope_max_seq_len=128,
-            ),
-            vae=AutoencoderKLWan(
-                base_dim=4,
-                z_dim=channels,
-                dim_mult=[1, 1, 1, 1],
-                num_res_blocks=1,
-                temperal_downsample=[False, True, True],
-                **statistics,
-                **vae,
-            ),
-            scheduler=UniPCMultistepScheduler(
-                prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
-            ),
-            expand_timesteps=expand_timesteps,
-        )
+    tokenizer = t5_tokenizer()
+    statistics = {
+        "latents_mean": torch.linspace(-0.5, 0.5, channels).tolist(),
+        "latents_std": torch.linspace(1.5, 3.0, channels).tolist(),
+    }
+    text = UMT5Config(
+        vocab_size=len(tokenizer), d_model=TEXT_WIDTH, d_kv=8, d_ff=32, num_layers=1, num_heads=2
+    )
+    return WanPipeline(
+        tokenizer=tokenizer,
+        text_encoder=_with_unit_scale(UMT5EncoderModel(text)),
+        transformer=WanTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=12,
+            in_channels=channels,
+            out_channels=channels,
+            text_dim=TEXT_WIDTH,
+            freq_dim=32,
+            ffn_dim=32,
+            num_layers=2,
+            rope_max_seq_len=128,
+        ),
+        vae=AutoencoderKLWan(
+            base_dim=4,
+            z_dim=channels,
+            dim_mult=[1, 1, 1, 1],
+            num_res_blocks=1,
+            temperal_downsample=[False, True, True],
+            **statistics,
+            **vae,
+        ),
+        scheduler=UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+        ),
+        expand_timesteps=expand_timesteps,
+    )
 
 
 def _with_unit_scale(encoder: torch.nn.Module) -> torch.nn.Module:
