@@ -64,9 +64,7 @@ def parse_band(value: object, key: str = "threshold") -> float | Band:
     else:
         numbers = [value]
     if not 1 <= len(numbers) <= 2 or (len(numbers) == 1 and not isinstance(value, str | int | float)):
-        raise ConfigError(
-            f"{_label(key)}={value!r} is not a threshold; write a number (2.0) or a band (0.5_2.0)"
-        )
+        raise ConfigError(_no_threshold(key, value))
     parsed = [_positive(number, value, key) for number in numbers]
     if len(parsed) == 1:
         return parsed[0]
@@ -290,18 +288,18 @@ def parse_weights(rollout_is: str | None, threshold: object) -> float | Band:
 
 def _positive(number: object, value: object, key: str) -> float:
     if isinstance(number, bool) or not isinstance(number, str | int | float):
-        raise ConfigError(
-            f"{_label(key)}={value!r} is not a threshold; write a number (2.0) or a band (0.5_2.0)"
-        )
+        raise ConfigError(_no_threshold(key, value))
     try:
         parsed = float(number)
     except ValueError:
-        raise ConfigError(
-            f"{_label(key)}={value!r} is not a threshold; write a number (2.0) or a band (0.5_2.0)"
-        ) from None
+        raise ConfigError(_no_threshold(key, value)) from None
     if not parsed > 0.0:
         raise ConfigError(f"{_label(key)}={value!r} holds {parsed:g}; bounds must be above 0")
     return parsed
+
+
+def _no_threshold(key: str, value: object) -> str:
+    return f"{_label(key)}={value!r} is not a threshold; write a number (2.0) or a band (0.5_2.0)"
 
 
 def _written(entry: float | Band | str) -> str:

@@ -9,6 +9,7 @@ Other numbers need the actor's scores, and include rounding.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,7 +20,7 @@ from flowcorr import sde
 from flowcorr.actor import DiffusionActor
 from flowcorr.config.schema import Config
 from flowcorr.models import Schedule, rollout_schedule, windows_of
-from flowcorr.questions.legs import legs
+from flowcorr.questions.legs import Leg, legs
 from flowcorr.records import Rollout, Scores
 from flowcorr.sde.transition import mean_over_elements, over_elements
 
@@ -138,9 +139,26 @@ class Compared:
         return coarse_latents(self.rollout)
 
     @property
+    def legs(self) -> Iterator[Leg]:
+        """The steps outside the window, between the initial noise, the window's steps and the final latents."""
+        window = self.rollout.window
+        return legs(
+            self.start.to(window.latents),
+            window.latents,
+            window.next_latents,
+            self.rollout.final_latents,
+            window.step_indices,
+            len(self.schedule.timesteps),
+        )
+
+    @property
     def broken_trajectories(self) -> Tensor:
-        """`[B]` bool: latents at the end of a step differ from the latents at the start of the next."""
-        return broken_trajectories(self.rollout, self.start, len(self.schedule.timesteps))
+        """`[B]` bool: latents at the end of a step differ from the latents at the start of the next.
+
+        The first step of the schedule begins at the initial noise, a step of the window ends where the next one of the
+        schedule begins, and the last step ends at the final latents.
+        """
+        return torch.stack([leg.broken for leg in self.legs]).any(0)
 
     @cached_property
     def scores(self) -> Scores:
@@ -273,29 +291,6 @@ def log_prob_errors(rollout: Rollout, noise: Tensor, stds: Tensor, *, cps_unscal
     errors = (implied - mean_over_elements(noise.to(implied.device).square(), 2)).abs() / 2
     sizes = mean_over_elements(rollout.window.next_latents.square(), 2).sqrt()
     return (errors - _ROUNDING * sizes / stds).clamp(min=0)
-
-
-def broken_trajectories(rollout: Rollout, start: Tensor, num_steps: int) -> Tensor:
-    """`[B]` bool: latents at the end of a step differ from the latents at the start of the next.
-
-    The first step of the schedule begins at the initial noise, a step of the window ends where the next one of the
-    schedule begins, and the last step ends at the final latents.
-
-    Args:
-        rollout: the samples.
-        start: `[B, *L]`, their initial noise.
-        num_steps: of the schedule.
-    """
-    window = rollout.window
-    every = legs(
-        start.to(window.latents),
-        window.latents,
-        window.next_latents,
-        rollout.final_latents,
-        window.step_indices,
-        num_steps,
-    )
-    return torch.stack([leg.broken for leg in every]).any(0)
 
 
 def coarse_latents(rollout: Rollout) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from flowcorr import sde
 from flowcorr.models import DTYPES
 from flowcorr.questions.compared import Compared, owners
-from flowcorr.questions.legs import Repeated, legs, repeat
+from flowcorr.questions.legs import Repeated, repeat
 from flowcorr.rollout.precision import NO_GAP
 from flowcorr.rollout.sampler import step_outside
 
@@ -55,16 +55,4 @@ def repeat_outside(compared: Compared) -> list[Repeated]:
     def stand_still(index: int, latents: Tensor, rows: Tensor) -> Tensor:
         return take(index, latents, torch.zeros_like(latents), rows)
 
-    window = rollout.window
-    return repeat(
-        legs(
-            compared.start.to(window.latents),
-            window.latents,
-            window.next_latents,
-            rollout.final_latents,
-            window.step_indices,
-            len(schedule.timesteps),
-        ),
-        step,
-        stand_still,
-    )
+    return repeat(compared.legs, step, stand_still)
