@@ -79,7 +79,7 @@ def _after_windows(engine: InProcessEngine) -> range:
     return range(engine.plan.sampling.sde_window_range[1], len(engine.plan.schedule.timesteps))
 
 
-def _equal_tail(engine: InProcessEngine) -> Schedule:
+def equal_tail(engine: InProcessEngine) -> Schedule:
     """Steps of equal size after the windows."""
     first, sigmas = _after_windows(engine).start, list(engine.plan.schedule.sigmas)
     sigmas[first:] = torch.linspace(sigmas[first], 0, len(sigmas) - first).tolist()
@@ -245,7 +245,7 @@ FAULTS: Sequence[Fault] = (
     whole(
         "tail_of_equal_steps",
         "another schedule after the windows",
-        plants.scheduled(_equal_tail),
+        plants.scheduled(equal_tail),
         applies=_has_tail,
     ),
     whole(

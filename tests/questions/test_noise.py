@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from flowcorr import sde
+from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.health.rule import Units
 from flowcorr.metrics import Metrics
 from flowcorr.questions.ask import ask
@@ -15,6 +16,7 @@ from flowcorr.questions.noise import FirstScores, WindowResiduals, scored_by_sam
 from flowcorr.questions.question import STEP_NOISE
 from flowcorr.questions.residual_terms import RESIDUALS
 from tests.judging import examine_step
+from tests.planted.plants import uniform
 
 STEP = 1
 NAMES = {f"rollout/noise_{name}" for name in ("std", "mean", "tails", "shared_by", "z_max")} | {
@@ -104,11 +106,6 @@ def larger(noise):
     return 1.1 * noise
 
 
-def uniform(noise):
-    """Of unit variance."""
-    return math.sqrt(12) * (torch.special.ndtr(noise.double()).float() - 0.5)
-
-
 FAULTS = {
     "a tenth too large": (larger, "noise_std", 1.1),
     "none at all": (lambda noise: 0 * noise, "noise_std", 0.0),
@@ -160,43 +157,38 @@ def test_terms_without_a_finite_score_are_left_out(make_run):
     assert first_scores.metrics().compute() == pytest.approx(some.metrics().compute(), rel=1e-5)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_bypass_observes_what_is_scored_before_the_first_optimizer_step(make_run, parts):
-    correction = make_run().config.algorithm.rollout_correction
-    run = make_run(
-        actor={"mini_batches": parts, "micro_batch_size": 2},
-        algorithm={"rollout_correction": replace(correction, bypass_mode=True)},
-    )
-    rollout = run.sample()
-    batch = replace(run.batch(rollout), old_log_probs=rollout.log_probs)
-    first_scores, seen = FirstScores(rollout, run.actor, STEP), []
+BYPASS = {"algorithm": {"rollout_correction": RolloutCorrectionConfig(bypass_mode=True)}}
+
+
+def observed_in_update(run, batch):
+    """The first scores that an update shows, and the number of terms that it shows."""
+    first_scores, terms = FirstScores(batch.rollout, run.actor, STEP), []
 
     def observe(part, scores):
-        seen.append(part.num_samples * part.num_steps)
+        terms.append(part.num_samples * part.num_steps)
         first_scores(part, scores)
 
     run.actor.update(batch, run.config.algorithm.rollout_correction, training_step=1, observe=observe)
-    assert sum(seen) == rollout.log_probs.numel() // parts
+    return first_scores, sum(terms)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_bypass_observes_what_is_scored_before_the_first_optimizer_step(make_run, parts):
+    run = make_run(actor={"mini_batches": parts, "micro_batch_size": 2}, **BYPASS)
+    rollout = run.sample()
+    batch = replace(run.batch(rollout), old_log_probs=rollout.log_probs)
+    first_scores, seen = observed_in_update(run, batch)
+    assert seen == rollout.log_probs.numel() // parts
     assert first_scores.metrics().compute().keys() == NAMES
 
 
 def test_a_second_epoch_is_not_observed_where_the_first_took_no_optimizer_step(make_run):
-    correction = make_run().config.algorithm.rollout_correction
-    run = make_run(
-        actor={"epochs": 2, "micro_batch_size": 2},
-        algorithm={"rollout_correction": replace(correction, bypass_mode=True)},
-    )
+    run = make_run(actor={"epochs": 2, "micro_batch_size": 2}, **BYPASS)
     rollout = run.sample()
     nothing = torch.zeros_like(rollout.log_probs, dtype=torch.bool)
     batch = replace(run.batch(rollout), old_log_probs=rollout.log_probs, keep=nothing)
-    first_scores, seen = FirstScores(rollout, run.actor, STEP), []
-
-    def observe(part, scores):
-        seen.append(part.num_samples * part.num_steps)
-        first_scores(part, scores)
-
-    run.actor.update(batch, run.config.algorithm.rollout_correction, training_step=1, observe=observe)
-    assert sum(seen) == rollout.log_probs.numel()
+    first_scores, seen = observed_in_update(run, batch)
+    assert seen == rollout.log_probs.numel()
     once = FirstScores(rollout, run.actor, STEP)
     once(rollout, run.actor.log_probs(rollout, with_means=True))
     assert first_scores.metrics().compute() == pytest.approx(once.metrics().compute(), rel=1e-4)

@@ -14,7 +14,7 @@ from flowcorr.data import PromptStream
 from flowcorr.errors import BackendError
 from flowcorr.health.rules import HealthMonitor, units_of
 from flowcorr.metrics import Metrics
-from flowcorr.models import SamplingPlan, Schedule
+from flowcorr.models import SamplingPlan
 from flowcorr.questions.residual_terms import RESIDUALS
 from flowcorr.records import Prompt
 from flowcorr.rewards import build_reward
@@ -26,7 +26,17 @@ from tests.conftest import small_config, start_run
 from tests.instruments.doctor.faults import separate
 from tests.judging import examine_step
 from tests.overflow import overflow
-from tests.planted.plants import feeding, noisy, returning, sampling_with, vae_configured
+from tests.planted.mistakes import exchanged
+from tests.planted.plants import (
+    at_steps,
+    feeding,
+    noisy,
+    returning,
+    sampling_with,
+    scheduled,
+    vae_configured,
+)
+from tests.planted.table import equal_tail
 from tests.shallow import SHALLOW
 
 TEXTS = ["cat", "dog"]
@@ -86,46 +96,18 @@ def judged(run, metrics):
 # Faults ------------------------------------------------------------------------------------------------------
 
 
-def conditioned(where):
-    """The samples of both prompts get each other's embeddings at the steps whose index is `where`."""
+def swapped(steps):
+    """The samples of both prompts get each other's embeddings at these steps."""
 
-    def plant(run):
-        family, schedule = run.engine.family, run.engine.plan.schedule
-        true, steps = family.velocity, [step for step in range(8) if where(step)]
-        wrong = torch.tensor([schedule.timesteps[step] for step in steps])
+    def change(velocity, transformer, latents, timesteps, conditioning, guidance):
+        other = {name: rows.flip(0) for name, rows in conditioning.items()}
+        return velocity(transformer, latents, timesteps, other, guidance)
 
-        def velocity(transformer, latents, timesteps, conditioning, guidance):
-            if timesteps[0] in wrong:
-                conditioning = {name: rows.flip(0) for name, rows in conditioning.items()}
-            return true(transformer, latents, timesteps, conditioning, guidance)
-
-        family.velocity = velocity
-
-    return plant
+    return in_engine(at_steps(lambda engine: steps, change))
 
 
-def tail(run):
-    """Euler steps of equal size after the last window."""
-    schedule = run.engine.plan.schedule
-    sigmas = [*schedule.sigmas[:4], *np.linspace(schedule.sigmas[4], 0, 5).tolist()]
-    changed = Schedule(sigmas=tuple(sigmas), timesteps=tuple(1000 * sigma for sigma in sigmas[:-1]))
-    run.engine.plan = replace(run.engine.plan, schedule=changed)
-
-
-def unscaled(run):
-    family = run.engine.family
-    true, factor = family.decode, family.pipeline.vae.config.scaling_factor
-    family.decode = lambda latents: true(latents * factor)
-
-
-def exchanged(run):
-    sample = run.engine.sample
-
-    def exchanging(*args, **kwargs):
-        rollout = sample(*args, **kwargs)
-        return replace(rollout, images=rollout.images[[1, 0, 2, 3]])
-
-    run.engine.sample = exchanging
+def in_engine(plant):
+    return lambda run: plant(run.engine)
 
 
 def other_images(run):
@@ -140,11 +122,14 @@ def other_images(run):
 
 
 FAULTS = {
-    "prompt embeddings swapped after step 5": (conditioned(lambda step: step >= 5), "after"),
-    "prompt embeddings swapped in the first step": (conditioned(lambda step: step == 0), "before"),
-    "an Euler tail with another schedule": (tail, "after"),
-    "a decoder without its scaling factor": (unscaled, "decode"),
-    "images of two samples exchanged": (exchanged, "decode"),
+    "prompt embeddings swapped after step 5": (swapped(range(5, 8)), "after"),
+    "prompt embeddings swapped in the first step": (swapped(range(1)), "before"),
+    "an Euler tail with another schedule": (in_engine(scheduled(equal_tail)), "after"),
+    "a decoder without its scaling factor": (
+        in_engine(vae_configured(lambda vae: {"scaling_factor": 1.0})),
+        "decode",
+    ),
+    "images of two samples exchanged": (in_engine(returning(images=exchanged)), "decode"),
     "a reward that sees other images": (other_images, "reward"),
 }
 
@@ -176,7 +161,7 @@ def test_rounding_does_not_hide_it(fault, make_training):
 @pytest.mark.parametrize("noise_range", [None, (0, 8)])
 def test_a_fault_between_the_steps_of_a_window_is_named(make_training, noise_range):
     run = make_training({**SCATTERED, "sde_noise_range": noise_range})
-    conditioned(lambda step: step == 3)(run)
+    swapped(range(3, 4))(run)
     assert named(run, SCATTERED_STEP) == ["replay_between"]
 
 
@@ -234,7 +219,7 @@ def test_a_small_fault_of_the_window_is_named_and_no_other_leg(fault, make_train
 def test_a_broken_window_is_no_unit_of_the_other_legs(make_training):
     """Else prompts that are swapped at all steps but one would be an error of 1 outside the window."""
     run = make_training()
-    conditioned(lambda step: True)(run)
+    swapped(range(8))(run)
     values = replayed(run)
     assert values["rollout_corr/replay/window"] > 0.1
     assert values["rollout_corr/replay/after"] > 1e3
