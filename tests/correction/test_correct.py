@@ -299,12 +299,6 @@ def test_batches_that_are_no_matrix_of_terms_are_refused(shape):
     ("options", "named"),
     [
         ({"rollout_is": "tokens"}, r"rollout_is='tokens' .*token\?"),
-        ({"rollout_is": "token", "rollout_is_threshold": None}, "rollout_is_threshold .*null"),
-        (
-            {"rollout_is": "token", "rollout_is_threshold": "2.0_0.5"},
-            r"rollout_is_threshold='2\.0_0\.5' .*0\.5_2",
-        ),
-        ({"rollout_rs": "seq_mean_k1"}, "rollout_rs_threshold .*missing"),
         (
             {"rollout_rs": "seq_mean_k4", "rollout_rs_threshold": 1.0},
             r"rollout_rs='seq_mean_k4' .*seq_mean_k3\?",

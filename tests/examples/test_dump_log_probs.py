@@ -1,8 +1,6 @@
 """The snippets that dump another trainer's log-probs, on batches as those trainers have them."""
 
-import importlib.util
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,17 +13,14 @@ from tensordict import TensorDict
 from flowcorr import dumps
 from flowcorr.instruments.audit.dumped import audit_folder
 from flowcorr.instruments.report.runs import read_run
+from tests.examples.scripts import load
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "dump_log_probs.py"
 B, T, LATENT = 16, 2, (16, 8, 8)
 
 
 @pytest.fixture(scope="module")
 def snippets():
-    spec = importlib.util.spec_from_file_location("dump_log_probs", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("dump_log_probs")
 
 
 @pytest.fixture

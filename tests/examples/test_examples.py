@@ -1,6 +1,5 @@
 """The examples run as they stand."""
 
-import importlib.util
 import json
 import math
 import sys
@@ -18,8 +17,8 @@ from flowcorr.instruments.plan.preflight import check_settings
 from flowcorr.instruments.report import report
 from flowcorr.records import Terms
 from flowcorr.trackers import METRICS_FILE, read_metrics
+from tests.examples.scripts import EXAMPLES, load
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = (
     "rollout.prompts_per_step=2",
     "rollout.n=2",
@@ -28,13 +27,6 @@ SMALL = (
     "trainer.eval_num_inference_steps=2",
 )
 FEW_WORDS = "data.num_train=8"
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_own_loop_learns_and_measures_the_gap(capsys):

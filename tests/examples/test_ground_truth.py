@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import linear_flow as ground
 import pytest
@@ -25,6 +23,7 @@ from flowcorr.config.schema import ActorConfig
 from flowcorr.correction import PRESETS, RolloutCorrectionConfig
 from flowcorr.errors import ConfigError
 from flowcorr.records import ActorBatch, Scores
+from tests.examples.scripts import load
 from tests.rollouts import make_rollout
 
 SAMPLES = 20000
@@ -370,10 +369,7 @@ def test_unknown_level_is_refused():
 
 @pytest.mark.system
 def test_example_writes_its_files(tmp_path, monkeypatch, capsys):
-    path = Path(__file__).parents[2] / "examples" / "ground_truth" / "run.py"
-    spec = importlib.util.spec_from_file_location("ground_truth_run", path)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = load("ground_truth/run")
     monkeypatch.setattr(example, "WINDOWS", (2,))
     monkeypatch.setattr(example, "SIZES", (512, 16384))
     pictures = []

@@ -8,7 +8,6 @@ VERL_OMNI=PATH VENV/bin/python -m pytest -m verl_omni tests/integrations
 
 import copy
 import importlib
-import importlib.util
 import json
 import re
 import subprocess
@@ -25,6 +24,7 @@ from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.errors import BatchError, ConfigError
 from flowcorr.integrations.verl_omni import LOSSES, correct_batch, register_losses, step_loss
 from flowcorr.models import resolve_path
+from tests.examples.scripts import load
 
 pytestmark = [pytest.mark.verl_omni, pytest.mark.filterwarnings("ignore")]
 
@@ -254,10 +254,7 @@ def test_the_older_trainer_has_the_same_hook(omni, rollout):
 
 
 def test_its_steps_are_dumped_for_a_diagnosis(run, tmp_path, capsys):
-    script = Path(__file__).parents[2] / "examples" / "dump_log_probs.py"
-    spec = importlib.util.spec_from_file_location("dump_log_probs", script)
-    examples = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(examples)
+    examples = load("dump_log_probs")
 
     class Trainer(trainer_class()):
         def _update_actor(self, data):

@@ -5,10 +5,8 @@ UNIRL=PATH python -m pytest -m real_loops tests/integrations/test_unirl.py
 The records are of UniRL's own types, from its source tree; a plain sampling loop fills them.
 """
 
-import importlib.util
 import os
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,11 +15,11 @@ from instruments.doctor.plain_loop import PROMPTS, Loop
 from flowcorr import dumps
 from flowcorr.instruments.audit.dumped import audit_folder
 from flowcorr.instruments.doctor import examine_dump
+from tests.examples.scripts import load
 from tests.shallow import SHALLOW
 
 pytestmark = pytest.mark.real_loops
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "dump_log_probs.py"
 FAULTS = {
     None: set(),
     "wrong_shift": {"wrong_shift"},
@@ -36,10 +34,7 @@ def examples(monkeypatch):
     if "UNIRL" not in os.environ:
         pytest.fail("this test needs the path of a source tree of UniRL in UNIRL")
     monkeypatch.syspath_prepend(os.environ["UNIRL"])
-    spec = importlib.util.spec_from_file_location("dump_log_probs", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
+    yield load("dump_log_probs")
     for name in [name for name in sys.modules if name.split(".")[0] == "unirl"]:
         monkeypatch.delitem(sys.modules, name)
 

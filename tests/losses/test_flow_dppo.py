@@ -4,10 +4,7 @@ import pytest
 import torch
 
 from flowcorr.losses import flow_dppo
-
-
-def tensor(*values):
-    return torch.tensor(values, dtype=torch.float64)
+from tests.losses.test_flow_grpo import tensor
 
 
 def loss(log_ratio, advantage, shift, **options):

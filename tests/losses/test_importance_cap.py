@@ -4,10 +4,7 @@ import pytest
 import torch
 
 from flowcorr.losses import importance_cap
-
-
-def tensor(*values):
-    return torch.tensor(values, dtype=torch.float64)
+from tests.losses.test_flow_grpo import tensor
 
 
 @pytest.mark.parametrize("advantage", [2.0, -2.0])

@@ -4,10 +4,7 @@ import pytest
 import torch
 
 from flowcorr.losses import reinforce
-
-
-def tensor(*values):
-    return torch.tensor(values, dtype=torch.float64)
+from tests.losses.test_flow_grpo import tensor
 
 
 def test_against_hand_computed_numbers():
