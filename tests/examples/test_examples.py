@@ -48,7 +48,7 @@ def test_own_loop_centres_the_score():
         assert ("rollout_corr/rollout_is_mean" in history[0]) != score_centering
         gaps.append([metrics["rollout_corr/logprob_abs_diff_mean"] for metrics in history])
     assert gaps[0][0] == pytest.approx(gaps[1][0], rel=1e-5)
-    assert gaps[0][1] != pytest.approx(gaps[1][1], rel=1e-3)
+    assert gaps[0][1] != pytest.approx(gaps[1][1], rel=1e-5)  # by how much differs from CPU to CPU
 
 
 def test_custom_reward_trains(tmp_path, monkeypatch, capsys):
