@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,10 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from flowcorr.config import yaml_text
-from flowcorr.config.build import to_mapping
 from flowcorr.config.older_verl import FLAT_KEYS
-from flowcorr.config.rules import warn_of_other_scale
-from flowcorr.correction import RolloutCorrectionConfig
+from flowcorr.config.rules import warn_of_other_scale, warn_of_replaced_keys
 from flowcorr.errors import ConfigError
 from flowcorr.private import REDACTED, names_secret, redact
 
@@ -120,16 +117,7 @@ def _give_way_to_preset(config: DictConfig, overrides: Sequence[str]) -> None:
     section = OmegaConf.select(config, _CORRECTION)
     said = dict(section) if isinstance(section, DictConfig) else {}
     said |= {key: algorithm.pop(key) for key in FLAT_KEYS if key in algorithm}  # those of older dialects
-    default = to_mapping(RolloutCorrectionConfig())
-    lost = [
-        key for key, value in said.items() if key != "preset" and value != default.get(str(key), object())
-    ]
-    if lost:
-        warnings.warn(
-            f"{_CORRECTION}.preset={chosen[-1]} replaces the recipe's {', '.join(map(str, lost))}",
-            UserWarning,
-            stacklevel=4,
-        )
+    warn_of_replaced_keys(said, chosen[-1])
     if isinstance(section, DictConfig):
         OmegaConf.update(config, _CORRECTION, {}, merge=False)
 

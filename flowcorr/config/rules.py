@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
+from flowcorr.config.build import to_mapping
 from flowcorr.config.engines import SEVERAL_GPUS, resolve_engine, trains_coarser
 from flowcorr.config.schema import ActorConfig, Config, LoraConfig
 from flowcorr.correction import RolloutCorrectionConfig
@@ -83,6 +84,19 @@ def _rank_and_alpha(values: Any) -> tuple[float, float] | None:
     stated = values if isinstance(values, dict) else {}
     rank, alpha = (stated.get(key, getattr(LoraConfig(), key)) for key in ("rank", "alpha"))
     return (rank, alpha) if {type(rank), type(alpha)} <= {int, float} else None
+
+
+def warn_of_replaced_keys(correction: Mapping[Any, Any], preset: str) -> None:
+    """Warn of the keys of a recipe's rollout correction that the preset of an override takes the place of."""
+    default = to_mapping(RolloutCorrectionConfig())
+    lost = [
+        str(key)
+        for key, value in correction.items()
+        if key != "preset" and value != default.get(str(key), object())
+    ]
+    if lost:
+        message = f"{_CORRECTION}.preset={preset} replaces the recipe's {', '.join(lost)}"
+        warnings.warn(message, UserWarning, stacklevel=5)
 
 
 def check_ranks(config: Config, ranks: int) -> None:
