@@ -1,7 +1,6 @@
 """Runs whose Ray workers are faulty: one is taken out and the run goes on as without it; a fault of all stops it."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from flowcorr.errors import RolloutFault
 from flowcorr.rollout import InProcessEngine
 from flowcorr.trainer.events import read_events
 from tests.trainer.runs import assert_same_weights, checkpoints, records, small_config
+from tests.trainer.test_fault import FAULTS
 
 pytestmark = [pytest.mark.system, pytest.mark.usefixtures("ray_cluster")]
 STEP = 3
@@ -24,24 +24,6 @@ RAY = (
     "trainer.total_steps=3",
     "trainer.eval_every=0",
 )
-
-
-def wrong_log_probs(rollout):
-    return replace(rollout, log_probs=rollout.log_probs + 1e-3)
-
-
-def other_noise(rollout):
-    """The latents move after their step, and everything that follows from them moves too."""
-    latents = rollout.window.next_latents.clone()
-    latents[:, -1] += 0.2 * (latents[:, -1] - rollout.window.latents[:, -1])
-    return replace(rollout, window=replace(rollout.window, next_latents=latents))
-
-
-def darker_images(rollout):
-    return replace(rollout, images=rollout.images // 2)
-
-
-FAULTS = {"log_prob_error": wrong_log_probs, "seeded_noise": other_noise, "replay_decode": darker_images}
 
 
 class Breaking(InProcessEngine):
