@@ -79,7 +79,15 @@ class Compared:
     @cached_property
     def noise(self) -> Tensor:
         """The noise `[B, T, *L]` that the seeds give to the steps of the window, on the rollout's device."""
-        return seeded_noise(self.rollout, **self.seeds).to(self.rollout.log_probs.device)
+        rollout, indices = self.rollout, self.rollout.window.step_indices.cpu()
+        noise = torch.empty(rollout.num_samples, rollout.num_steps, *rollout.latent_shape)
+        for index in indices.unique().tolist():
+            samples, places = (indices == index).nonzero(as_tuple=True)
+            groups, members = owners(rollout, samples)
+            noise[samples, places] = sde.step_noise(
+                rollout.latent_shape, groups, members, **self.seeds, step_index=index
+            )
+        return noise.to(rollout.log_probs.device)
 
     @cached_property
     def still(self) -> Tensor:
@@ -135,8 +143,16 @@ class Compared:
 
     @property
     def coarse_latents(self) -> Tensor:
-        """`[B]` bool: see `coarse_latents`."""
-        return coarse_latents(self.rollout)
+        """`[B]` bool: all elements of a step's latents were rounded to half precision, or some clamped to a bound."""
+        window, final = self.rollout.window, self.rollout.final_latents
+        places = [*window.latents.unbind(1), *window.next_latents.unbind(1)]
+        places += [] if final is None else [final]
+        coarse = torch.zeros(self.rollout.num_samples, dtype=torch.bool, device=window.latents.device)
+        for place in places:
+            rows = place.float().flatten(1).contiguous()
+            coarse |= ((rows.view(torch.int32) & _SPARE_BITS) == 0).all(1) & rows.any(1)
+            coarse |= at_bound(rows).any(1)
+        return coarse
 
     @property
     def legs(self) -> Iterator[Leg]:
@@ -210,25 +226,6 @@ class Compared:
                 for some, at, chosen in parts
             ]
         )
-
-
-def seeded_noise(rollout: Rollout, *, seed: int, training_step: int) -> Tensor:
-    """The noise `[B, T, *L]` that the seeds give to the steps of the window, on the CPU."""
-    indices = rollout.window.step_indices.tolist()
-    noise = torch.empty(rollout.num_samples, rollout.num_steps, *rollout.latent_shape)
-    for index in sorted({index for row in indices for index in row}):
-        at = [
-            (sample, t) for sample, row in enumerate(indices) for t, step in enumerate(row) if step == index
-        ]
-        samples, places = torch.tensor(at).unbind(1)
-        noise[samples, places] = sde.step_noise(
-            rollout.latent_shape,
-            *owners(rollout, samples),
-            seed=seed,
-            training_step=training_step,
-            step_index=index,
-        )
-    return noise
 
 
 def velocity_gaps(means: Tensor, others: Tensor, still: Tensor) -> Tensor:

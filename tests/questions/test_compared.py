@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowcorr.questions.compared import Compared, coarse_latents, seeded_noise
+from flowcorr.questions.compared import Compared
 from flowcorr.sde.log_prob import HALF_LOG_TWO_PI
 
 PRECISIONS = {
@@ -27,7 +27,7 @@ def errors(run, rollout):
         "log_probs": compared.log_prob_errors.max().item(),
         "stds": compared.std_errors.max().item(),
         "broken": compared.broken_trajectories.sum().item(),
-        "coarse": coarse_latents(rollout).sum().item(),
+        "coarse": compared.coarse_latents.sum().item(),
     }
 
 
@@ -96,7 +96,7 @@ def test_another_std(rollout):
 def test_stds_of_the_steps_that_were_taken_are_in_the_log_probs(rollout):
     run, true = rollout
     stds = true.window.stds
-    noise = seeded_noise(true, seed=run.config.trainer.seed, training_step=1)
+    noise = Compared(rollout=true, actor=run.actor, training_step=1).noise
     squares = noise.square().flatten(2).mean(2) / 2
     larger = -squares - (1.01 * stds).log() - HALF_LOG_TWO_PI
     assert errors(run, replace(true, log_probs=larger))["log_probs"] == pytest.approx(
