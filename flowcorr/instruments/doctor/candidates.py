@@ -1,15 +1,15 @@
 """Other inputs with which samples may have been made, and the search for those that explain a gap.
 
-A candidate is a row: the check that fails, the cause, how to build the other inputs, and the words. The rows for
-captured samples are in `hypotheses`, those for an engine at hand in `other_inputs`. Both searches are this one: they
-differ in the inputs, and in how a gap is measured.
+A candidate is a row: the cause, how to build the other inputs, and the words. The rows for captured samples are in
+`hypotheses`, those for an engine at hand in `other_inputs`. Both searches are this one: they differ in the inputs, and
+in how a gap is measured.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -69,11 +69,10 @@ class Candidate(Generic[Other]):
     """Other inputs, with which the samples may have been made.
 
     Attributes:
-        check: that fails then.
+        cause: that the finding names; of an engine at hand, the check.
         message: with what a side would have computed, in words; `{value:.4g}` stands for a number.
-        cause: its name; empty where that is the check.
         remedy: what to do then; empty where that is the check's.
-        numbers: the same as data.
+        numbers: the same as data; `fitted` is the number that was found.
         inputs: the other inputs; of several, each sample may have one of its own unless the candidate is `whole`.
         whole: whether all samples would have been made with the same of them.
         fitted: whether the inputs were fitted to the gap.
@@ -81,9 +80,8 @@ class Candidate(Generic[Other]):
         number: the number that differs, in place of `inputs`.
     """
 
-    check: str
+    cause: str
     message: str
-    cause: str = ""
     remedy: str = ""
     numbers: Mapping[str, Any] = field(default_factory=dict)
     inputs: tuple[Other, ...] = ()
@@ -91,6 +89,20 @@ class Candidate(Generic[Other]):
     fitted: bool = False
     about: str = ""
     number: Number[Other] | None = None
+
+    def with_number(self, residuals: Callable[[Other], Tensor] | None) -> Candidate[Other]:
+        """The inputs of the number that leaves the least of the residuals; itself where it has none."""
+        if self.number is None:
+            return self
+        assert residuals is not None, "a search among numbers has residuals"
+        value = self.number.fitted(residuals)
+        return replace(
+            self,
+            message=self.message.format(value=value),
+            numbers={**self.numbers, "fitted": value},
+            inputs=(self.number.inputs(value),),
+            fitted=True,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,7 +115,6 @@ class Tried(Generic[Other]):
         left: of all samples, the smaller the better.
         explains: whether the gap disappears.
         exact: whether it disappears so far that no number does by chance.
-        value: the number that was fitted.
         evidence: why the candidate is accepted, where that is more than a smaller gap.
     """
 
@@ -112,23 +123,28 @@ class Tried(Generic[Other]):
     left: float
     explains: bool
     exact: bool = False
-    value: float | None = None
     evidence: Evidence | None = None
 
     @property
     def _rank(self) -> tuple[bool, float]:
         """Explaining ones first; a fitted number fits some of any gap."""
-        fitted = self.candidate.fitted or self.value is not None
-        return not self.explains, self.left * (_CLEARLY if fitted else 1.0)
+        return not self.explains, self.left * (_CLEARLY if self.candidate.fitted else 1.0)
 
 
 def search(
-    candidates: Iterable[Candidate[Other]], attempt: Callable[[Candidate[Other]], Tried[Other]]
+    candidates: Iterable[Candidate[Other]],
+    attempt: Callable[[Candidate[Other]], Tried[Other]],
+    residuals: Callable[[Other], Tensor] | None = None,
 ) -> list[Tried[Other]]:
     """All candidates that were tried, the best first.
 
     A number takes many tries. It is looked for last, and not where an exact candidate explains the gap already, or one
     about the same input.
+
+    Args:
+        candidates: the rows.
+        attempt: measures the gap that a row with its inputs leaves.
+        residuals: of inputs, float64 of any shape, of which a number leaves the least; None where no row has a number.
     """
     tried: list[Tried[Other]] = []
     for candidate in sorted(candidates, key=lambda one: one.number is not None):
@@ -137,7 +153,7 @@ def search(
             one.exact or one.candidate.about == candidate.about != "" for one in explaining
         ):
             continue
-        tried.append(attempt(candidate))
+        tried.append(attempt(candidate.with_number(residuals)))
     return sorted(tried, key=lambda one: one._rank)
 
 

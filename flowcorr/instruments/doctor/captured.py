@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -23,10 +24,11 @@ from flowcorr.instruments.steps import ages_of
 _SAME = 1e-6  # relative: log-probs of one sample, captured and dumped in float32
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Captured:
     """The input of the checks of captured samples.
 
-    Args:
+    Attributes:
         stack: the model with the samples.
         step: their training step.
         earlier: captured samples of earlier training steps.
@@ -35,18 +37,12 @@ class Captured:
         terms: the files of dumped terms by training step.
     """
 
-    def __init__(
-        self,
-        stack: Stack,
-        step: int,
-        *,
-        earlier: Mapping[int, ReplaySamples],
-        pool: Sequence[str],
-        config: Config | None = None,
-        terms: Mapping[int, Path],
-    ) -> None:
-        self.stack, self.step, self.earlier, self.pool = stack, step, earlier, pool
-        self.config, self.terms = config, terms
+    stack: Stack
+    step: int
+    earlier: Mapping[int, ReplaySamples]
+    pool: Sequence[str]
+    config: Config | None
+    terms: Mapping[int, Path]
 
     @cached_property
     def legs(self) -> Legs:
@@ -56,7 +52,7 @@ class Captured:
     @cached_property
     def replayed(self) -> Mapping[str, Finding]:
         """The findings of the replay, by check."""
-        return examine_inputs(self.stack, self.legs, self.pool)
+        return examine_inputs(self.legs, self.pool)
 
     @cached_property
     def trained(self) -> Finding | None:

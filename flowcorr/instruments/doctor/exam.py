@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from flowcorr.actor import DiffusionActor
 from flowcorr.config.schema import Config
 from flowcorr.instruments.doctor.trials import Fit, Trial, Trials
@@ -104,8 +102,3 @@ class Exam:
 def largest_gap(usual: float) -> float:
     """The largest velocity gap that passes, from the `usual` one."""
     return min(WARN_FACTOR * usual, LARGEST_GAP)
-
-
-def rms(difference: Tensor) -> float:
-    """Root mean square."""
-    return float(difference.double().square().mean().sqrt())

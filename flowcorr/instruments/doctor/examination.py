@@ -9,7 +9,7 @@ gap (`checks`); what is left is the noise floor.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from flowcorr.actor import DiffusionActor
 from flowcorr.config import resolve_engine
 from flowcorr.config.schema import Config, ModelConfig
 from flowcorr.data import load_prompts
-from flowcorr.dumps.replay import ReplaySamples, load_replay, replay_files
+from flowcorr.dumps.replay import load_replay, replay_files
 from flowcorr.errors import BackendError, ConfigError
 from flowcorr.instruments.doctor import precision
 from flowcorr.instruments.doctor.captured import Captured
@@ -82,8 +82,9 @@ def examine(
     Raises:
         BackendError: the engine fails, or returns no step means.
     """
+    examined = partial(_examine, actor, engine, prompts=prompts, adapter=adapter)
     if precision.float32_config(actor.config) == actor.config:
-        return _examine(actor, engine, conditioning, prompts=prompts, adapter=adapter)
+        return examined(conditioning)
     if not isinstance(engine, precision.ComputesInFloat32):
         first: Report | str = "this engine keeps the precision it was started with; see `flowcorr doctor`"
     elif float32 is False:
@@ -91,15 +92,9 @@ def examine(
     elif float32 is None and not precision.fits(actor.family, copies=2):
         first = NO_MEMORY
     else:
-        with precision.both_in_float32(actor, engine):
-            exact = precision.in_float32(conditioning)
-            first = _examine(actor, engine, exact, prompts=prompts, adapter=adapter)
-    return _after(
-        first,
-        actor.config,
-        actor.family,
-        lambda: _examine(actor, engine, conditioning, prompts=prompts, adapter=adapter),
-    )
+        with precision.actor_in_float32(actor), engine.in_float32():
+            first = examined(precision.in_float32(conditioning))
+    return _after(first, actor.config, actor.family, lambda: examined(conditioning))
 
 
 def diagnose(config: Config, *, num_prompts: int = NUM_PROMPTS, float32: bool | None = None) -> Report:
@@ -125,11 +120,17 @@ def diagnose(config: Config, *, num_prompts: int = NUM_PROMPTS, float32: bool | 
 
 
 def _first_in_float32(config: Config, prompts: list[Prompt], *, float32: bool | None) -> Report | str:
-    """The report on stacks that are started in float32 and closed again, or the reason why there is none."""
+    """The report on stacks that are started in float32 and closed again, or the reason why there is none.
+
+    Two float32 copies of the model have to fit next to the run's own.
+    """
     exact = precision.float32_config(config)
     if float32 is False:
         return TURNED_OFF
-    device, fits = _room(config)
+    family = load_model(config)
+    device, fits = next(family.transformer.parameters()).device, precision.fits(family, copies=2)
+    del family
+    precision.release(device)
     if float32 is None and not fits:
         return NO_MEMORY
     try:
@@ -140,16 +141,6 @@ def _first_in_float32(config: Config, prompts: list[Prompt], *, float32: bool | 
         return f"an engine in float32 does not work here ({error})"
     finally:
         precision.release(device)
-
-
-def _room(config: Config) -> tuple[torch.device, bool]:
-    """The device, and whether two float32 copies of the model fit next to the run's own."""
-    family = load_model(config)
-    device = next(family.transformer.parameters()).device
-    fits = precision.fits(family, copies=2)
-    del family
-    precision.release(device)
-    return device, fits
 
 
 def _shortened(config: Config) -> Config:
@@ -321,26 +312,17 @@ def examine_dump(folder: Path, model: str | Config, *, device: torch.device | st
     family = load_family(of_model, device)
     chosen = spread_out(list(captured), MAX_STEPS)
     by_step = {
-        step: check_captured(_captured(family, captured, step, config, dumps.files(folder)))
+        step: check_captured(
+            Captured(
+                stack=Stack(family, captured[step]),
+                step=step,
+                earlier={number: samples for number, samples in captured.items() if number < step},
+                pool=prompt_pool(captured, step),
+                config=config,
+                terms=dumps.files(folder),
+            )
+        )
         for step in chosen
     }
     last = captured[chosen[-1]]
     return of_captured(str(folder), of_model.path, by_step, [*last.missing(), *rounding_notes(last)])
-
-
-def _captured(
-    family: ModelFamily,
-    captured: Mapping[int, ReplaySamples],
-    step: int,
-    config: Config | None,
-    terms: Mapping[int, Path],
-) -> Captured:
-    """One training step's samples."""
-    return Captured(
-        Stack(family, captured[step]),
-        step,
-        earlier={number: samples for number, samples in captured.items() if number < step},
-        pool=prompt_pool(captured, step),
-        config=config,
-        terms=terms,
-    )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flowcorr.health.finding import Finding
 from flowcorr.instruments.doctor.candidates import Tried, clearly_best, search
+from flowcorr.instruments.doctor.checks import CHECK_OF
 from flowcorr.instruments.doctor.findings import failed, passed, skipped, warned
 from flowcorr.instruments.doctor.hypotheses import Hypothesis, hypotheses
 from flowcorr.instruments.doctor.legs import LegName, Legs
@@ -21,26 +22,25 @@ _CLOSER = 2.0  # times, at least, that a replay comes closer once its cause is u
 _CLOSER_BY_SAMPLE = 10.0
 
 
-def examine_inputs(stack: Stack, legs: Legs, pool: Sequence[str]) -> dict[str, Finding]:
+def examine_inputs(legs: Legs, pool: Sequence[str]) -> dict[str, Finding]:
     """The findings on the legs, and on prompts, guidance and adapter, by check."""
     if not legs.known:
         remedy = "capture latents, next_latents, sigmas and guidance_scale, so that steps can be replayed"
         return {check: skipped("cannot tell", remedy) for check in ("log_probs", *_NEEDED)}
-    scores = legs.scores(stack.captured, legs.known)
+    scores = legs.scores(legs.stack.captured, legs.known)
     bad = [leg for leg, score in scores.items() if bool((score > 1).any())]
     if bad:
-        return _explained(stack, legs, pool, scores, bad)
+        return _explained(legs, pool, scores, bad)
     agree: dict[str, Finding] = {
         leg: passed(
             f"the replay agrees; at most {float(score.max()):.2g} limits", samples=tuple(score.tolist())
         )
         for leg, score in scores.items()
     }
-    return agree | {check: _told_apart(stack, legs, pool, check) for check in _NEEDED}
+    return agree | {check: _told_apart(legs, pool, check) for check in _NEEDED}
 
 
 def _explained(
-    stack: Stack,
     legs: Legs,
     pool: Sequence[str],
     scores: dict[LegName, Tensor],
@@ -49,7 +49,7 @@ def _explained(
     """The findings where the replay differs: the cause, if undoing it and nothing else makes the replay agree."""
     captured = torch.stack([scores[leg] for leg in bad]).amax(0)
     failing = captured > 1
-    tried = _tried(stack, legs, pool, captured, bad)
+    tried = _tried(legs, pool, captured, bad)
     full = [one for one in tried if one.explains]
     by_sample = [one for one in tried if not one.candidate.whole and not one.explains]
     partly = [one for one in by_sample if bool(_agrees(one.candidate, one.score, captured)[failing].any())]
@@ -71,45 +71,45 @@ def _explained(
                 f"the log-probs are those of other {axis}; {evidence}",
                 "stack log-probs and latents in one order",
                 cause="log_probs_order",
-                confidence="certain",
                 samples=limits["log_probs"],
             )
             return findings
-        rounded = _rounded(stack)
+        rounded = _rounded(legs.stack)
         if not full and rounded:
-            differs = f"the replay differs by no more than {rounded} rounds; dtype={stack.samples.dtype} was captured"
+            dtype = legs.stack.samples.dtype
+            differs = f"the replay differs by no more than {rounded} rounds; dtype={dtype} was captured"
         remedy = (
             f"capture the dtype in which the transformer computed, under autocast {rounded}; "
             if rounded
             else ""
         )
-        remedy += _odd_samples(failing) + _more(stack)
+        remedy += _odd_samples(failing) + _more(legs.stack)
         return findings | {leg: warned(f"{differs}; {evidence}", remedy, samples=limits[leg]) for leg in bad}
-    one = named.candidate
+    one, check = named.candidate, CHECK_OF[named.candidate.cause]
     confidence = "certain" if full else "likely"
     for leg in bad:
         findings[leg] = failed(
-            f"see {one.check}; {evidence}", "", cause=one.cause, confidence=confidence, samples=limits[leg]
+            f"see {check}; {evidence}", "", cause=one.cause, confidence=confidence, samples=limits[leg]
         )
-    findings[one.check] = failed(
+    findings[check] = failed(
         f"the engine computed {one.message}; {evidence}; with this undone by {_row(named.score)}",
         one.remedy,
         cause=one.cause,
         confidence=confidence,
         samples=tuple(captured.tolist()),
-        fitted=named.value,
+        **one.numbers,
     )
     return findings
 
 
-def _tried(
-    stack: Stack, legs: Legs, pool: Sequence[str], captured: Tensor, bad: Sequence[LegName]
-) -> list[Tried[Inputs]]:
+def _tried(legs: Legs, pool: Sequence[str], captured: Tensor, bad: Sequence[LegName]) -> list[Tried[Inputs]]:
     """All hypotheses, those that explain the gap of all samples first, the closest of them first."""
     failing, worst = captured > 1, captured.argsort(descending=True).tolist()
+    # Most hypotheses about all samples are wrong, and each try costs a replay.
+    worst_one, worst_two = (legs.of_samples(worst[:count]) for count in (1, 2))
 
     def attempt(candidate: Hypothesis) -> Tried[Inputs]:
-        best, score, value = _best_inputs(legs, candidate, bad, worst)
+        best, score = _best_inputs(legs, worst_one, candidate, bad)
         agrees = bool(_agrees(best, score, captured)[failing].all())
         return Tried(
             candidate=best,
@@ -117,10 +117,9 @@ def _tried(
             left=float(score.max()),
             explains=agrees and _holds(legs, best, score, bad, failing),
             exact=bool((captured > _EXACT * score.clamp(min=1))[failing].all()),
-            value=value,
         )
 
-    return search(hypotheses(stack, legs, pool), attempt)
+    return search(hypotheses(legs, pool), attempt, lambda inputs: worst_two.residuals(inputs, bad))
 
 
 def _agrees(candidate: Hypothesis, score: Tensor, captured: Tensor) -> Tensor:
@@ -134,7 +133,7 @@ def examine_trainer(stack: Stack, log_probs: Tensor, pool: Sequence[str]) -> Fin
     legs = Legs(stack, log_probs=log_probs)
     if not legs.known:
         return skipped("cannot tell", f"capture {_NEEDED['transition']}")
-    scores = legs.scores(stack.captured, legs.known)["log_probs"]
+    scores = legs.scores(legs.stack.captured, legs.known)["log_probs"]
     limits, evidence = (
         tuple(scores.tolist()),
         f"its log-probs differ from the replay by {_row(scores)} limits",
@@ -146,7 +145,7 @@ def examine_trainer(stack: Stack, log_probs: Tensor, pool: Sequence[str]) -> Fin
     # The trainer scores the window alone, where no guidance in its steps is no guidance at all.
     tried = [
         one
-        for one in _tried(stack, legs, pool, scores, legs.known)
+        for one in _tried(legs, pool, scores, legs.known)
         if not any(set(stack.steps) <= set(ran.unguided) for ran in one.candidate.inputs)
     ]
     named = clearly_best(tried)
@@ -155,10 +154,9 @@ def examine_trainer(stack: Stack, log_probs: Tensor, pool: Sequence[str]) -> Fin
             f"the trainer computed {named.candidate.message}; {evidence}; with this undone by {_row(named.score)}",
             "give the trainer the engine's inputs: this gap is in its own log-probs, which no correction repairs",
             cause=named.candidate.cause,
-            confidence="certain",
             side="trainer",
             samples=limits,
-            fitted=named.value,
+            **named.candidate.numbers,
         )
     why = "; ".join(one.candidate.message for one in tried if one.explains) or "no known cause explains it"
     return skipped(
@@ -173,7 +171,7 @@ def _rounded(stack: Stack) -> str:
     for name in ("float16", "bfloat16"):
         if stack.gaps_in(name) > stack.gaps_in(stack.dtype):
             legs = Legs(stack, name)
-            scores = legs.scores(stack.captured, legs.known).values()
+            scores = legs.scores(legs.stack.captured, legs.known).values()
             if all(bool((score <= 1).all()) for score in scores):
                 return name
     return ""
@@ -209,30 +207,22 @@ def _more(stack: Stack) -> str:
 
 
 def _best_inputs(
-    legs: Legs, candidate: Hypothesis, bad: Sequence[LegName], worst: Sequence[int]
-) -> tuple[Hypothesis, Tensor, float | None]:
-    """A hypothesis with its best inputs, their scores, and the number in them.
+    legs: Legs, worst_one: Legs, candidate: Hypothesis, bad: Sequence[LegName]
+) -> tuple[Hypothesis, Tensor]:
+    """A hypothesis with its best inputs, and their scores.
 
     The inputs are the same for all samples if it is about all, else the best by sample. A hypothesis about all samples
-    is tried on the `worst` one first, and a number is looked for with the worst two: most are wrong, and each try costs
-    a replay.
+    is tried on the worst one first.
     """
     if not candidate.whole:
         scores = torch.stack([_score(legs, inputs, bad) for inputs in candidate.inputs])
-        return candidate, scores.amin(0), None
-    value = None
-    if candidate.number is not None:
-        few = legs.of_samples(worst[:2])
-        value = candidate.number.fitted(lambda inputs: few.residuals(inputs, bad))
-        message = candidate.message.format(value=value)
-        candidate = replace(candidate, inputs=(candidate.number.inputs(value),), message=message)
-    first = legs.of_samples(worst[:1])
-    near = {inputs: _score(first, inputs, bad) for inputs in candidate.inputs}
+        return candidate, scores.amin(0)
+    near = {inputs: _score(worst_one, inputs, bad) for inputs in candidate.inputs}
     best = min(near, key=lambda inputs: float(near[inputs]))
     candidate = replace(candidate, inputs=(best,))
     if float(near[best]) > 1:
-        return candidate, near[best].expand(legs.num_samples), value
-    return candidate, _score(legs, best, bad), value
+        return candidate, near[best].expand(legs.num_samples)
+    return candidate, _score(legs, best, bad)
 
 
 def _score(legs: Legs, inputs: Inputs, bad: Sequence[LegName]) -> Tensor:
@@ -249,18 +239,18 @@ _NEEDED = {
 }
 
 
-def _told_apart(stack: Stack, legs: Legs, pool: Sequence[str], check: str) -> Finding:
+def _told_apart(legs: Legs, pool: Sequence[str], check: str) -> Finding:
     """Healthy where the replay agrees, and would not with this input wrong; a note where nothing would tell."""
     rivals = [
-        replace(one, inputs=_unlike(stack, one))
-        for one in hypotheses(stack, legs, pool)
-        if one.check == check and one.inputs and one.cause in _TELLING
+        replace(one, inputs=_unlike(legs.stack.captured, one))
+        for one in hypotheses(legs, pool)
+        if CHECK_OF[one.cause] == check and one.inputs and one.cause in _TELLING
     ]
     worst = max((_effect(legs, one) for one in rivals), default=0.0)
     if worst > 1:
         return passed(f"as captured; with others the replay would differ by {worst:.2g} limits")
     why = "no other choice would be seen in this precision" if rivals else "no other choice to compare with"
-    untrained = check == "lora" and bool(stack.samples.adapter) and stack.adapter_is_zero
+    untrained = check == "lora" and bool(legs.stack.samples.adapter) and legs.stack.adapter_is_zero
     if untrained:
         why = "the adapter is still 0"
     return skipped(
@@ -268,17 +258,15 @@ def _told_apart(stack: Stack, legs: Legs, pool: Sequence[str], check: str) -> Fi
     )
 
 
-def _unlike(stack: Stack, hypothesis: Hypothesis) -> tuple[Inputs, ...]:
+def _unlike(captured: Inputs, hypothesis: Hypothesis) -> tuple[Inputs, ...]:
     """Inputs that differ from the captured ones; of many other prompts, one is enough."""
-    own = set(stack.captured.prompts)
-    if hypothesis.check != "embeddings":
+    if hypothesis.cause != "wrong_prompt":
         return hypothesis.inputs
-    count = len(stack.captured.prompts)
-    rolled = stack.captured.prompts[1:] + stack.captured.prompts[:1]
-    if len(own) > 1:
-        return (replace(stack.captured, prompts=rolled),)
-    others = [one for one in hypothesis.inputs if one.prompts != stack.captured.prompts]
-    return tuple(others[:1]) or (replace(stack.captured, prompts=("",) * count),)
+    prompts = captured.prompts
+    if len({*prompts}) > 1:
+        return (replace(captured, prompts=prompts[1:] + prompts[:1]),)
+    others = [one for one in hypothesis.inputs if one.prompts != prompts]
+    return tuple(others[:1]) or (replace(captured, prompts=("",) * len(prompts)),)
 
 
 def _effect(legs: Legs, hypothesis: Hypothesis) -> float:

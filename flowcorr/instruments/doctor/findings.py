@@ -42,8 +42,15 @@ def passed(sentence: str, **numbers: Any) -> Finding:
     return Finding(level="healthy", cause="", sentence=sentence, numbers=_known(numbers))
 
 
-def failed(sentence: str, remedy: str, *, cause: str = "", **numbers: Any) -> Finding:
-    """A fault that was recognised, with the numbers by which it was; without a `cause` that is the check."""
+def failed(
+    sentence: str, remedy: str, *, cause: str = "", confidence: str = "certain", **numbers: Any
+) -> Finding:
+    """A fault that was recognised, with the numbers by which it was.
+
+    Without a `cause` that is the check; with one, the finding tells its `confidence`: certain or likely.
+    """
+    if cause:
+        numbers = {"confidence": confidence, **numbers}
     return Finding(level="serious", cause=cause, sentence=sentence, numbers=_known(numbers), remedy=remedy)
 
 

@@ -37,17 +37,17 @@ _NEARLY_ONE = 1 - 2.0**-8  # as `sde.transition` has it, where steps are not tin
 Hypothesis = Candidate[Inputs]
 
 
-def hypotheses(stack: Stack, legs: Legs, pool: Sequence[str]) -> Iterator[Hypothesis]:
+def hypotheses(legs: Legs, pool: Sequence[str]) -> Iterator[Hypothesis]:
     """The faults that the inputs may have, as far as other inputs are known; each inputs once.
 
     A long run has more prompts than can be tried: the samples' own come first, then those of `pool` in its order.
     """
-    seen = {stack.captured}
+    stack, seen = legs.stack, {legs.stack.captured}
     families = (
         _about_prompts(stack, pool),
         _about_guidance(stack, pool),
         _about_adapter(stack),
-        _about_steps(stack, legs),
+        _about_steps(legs),
         _about_schedule(stack),
     )
     for hypothesis in itertools.chain(*families):
@@ -64,31 +64,24 @@ def _other_texts(stack: Stack, pool: Sequence[str]) -> list[str]:
 
 def _about_prompts(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
     inputs = stack.captured
+    texts = [(text,) * len(inputs.prompts) for text in _other_texts(stack, pool)]
     yield Candidate(
-        check="embeddings",
         cause="wrong_prompt",
         message="with the prompts of other samples",
         remedy="compare the order of prompts, embeddings and latents in the batch; embeddings of an earlier batch "
         "may have been used",
-        inputs=tuple(
-            replace(inputs, prompts=(text,) * len(inputs.prompts)) for text in _other_texts(stack, pool)
-        ),
+        inputs=tuple(replace(inputs, prompts=prompts) for prompts in texts),
         whole=False,
     )
     yield Candidate(
-        check="embeddings",
         cause="wrong_prompt",
         message="with the pooled embeddings of other samples",
         remedy="keep the embeddings of all text encoders in one order",
-        inputs=tuple(
-            replace(inputs, pooled_prompts=(text,) * len(inputs.prompts))
-            for text in _other_texts(stack, pool)
-        ),
+        inputs=tuple(replace(inputs, pooled_prompts=prompts) for prompts in texts),
         whole=False,
     )
     for name in REFERENCES if stack.samples.references is not None else ():
         yield Candidate(
-            check="embeddings",
             cause="references",
             message=f"with the reference images {name}",
             remedy="hand each sample its own reference images, as they were captured: RGB, upright, in one order",
@@ -96,14 +89,12 @@ def _about_prompts(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
         )
     lengths = [length for length in _LENGTHS if length != inputs.max_sequence_length]
     yield Candidate(
-        check="embeddings",
         cause="sequence_length",
         message="with prompts padded or cut to another number of tokens",
         remedy="give both stacks one max_sequence_length, and capture it",
         inputs=tuple(replace(inputs, max_sequence_length=length) for length in lengths),
     )
     yield Candidate(
-        check="embeddings",
         cause="sequence_length",
         message="with the embeddings of all text encoders together cut to max_sequence_length tokens",
         remedy="pad them to the length of all text encoders together, such as 77 more than the long one's",
@@ -117,7 +108,6 @@ def _about_guidance(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
     distilled = stack.family.distills_guidance
     if asked != 1:
         yield Candidate(
-            check="guidance",
             cause="guidance_off",
             message=f"without guidance, where {asked:g} was captured",
             remedy=to_engine,
@@ -126,7 +116,6 @@ def _about_guidance(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
         )
     if asked != 1 or distilled:
         yield Candidate(
-            check="guidance",
             cause="guidance_scale",
             message=f"with guidance {{value:.4g}}, where {asked:g} was captured",
             remedy="hand one guidance_scale to both stacks, and capture that of the engine",
@@ -144,14 +133,12 @@ def _about_guidance(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
     for count in range(1, min(_UNGUIDED_STEPS, total - 1) + 1):
         for where, places in (("first", range(count)), ("last", range(total - count, total))):
             yield Candidate(
-                check="guidance",
                 cause="guidance_steps",
                 message=f"without guidance in the {where} {count} steps",
                 remedy="guide all steps, or replay in training as the engine samples",
                 inputs=(replace(inputs, unguided=tuple(places)),),
             )
     yield Candidate(
-        check="guidance",
         cause="guidance_swapped",
         message="with the two halves of guidance exchanged, away from the prompt",
         remedy="take the halves of the batch in the order in which they were put together: the velocity is that of the "
@@ -159,7 +146,6 @@ def _about_guidance(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
         inputs=(replace(inputs, swapped=True),),
     )
     yield Candidate(
-        check="guidance",
         cause="guidance_rescaled",
         message="with guidance_rescale {value:.4g}: the guided velocity rescaled to the std under the prompt alone",
         remedy="set guidance_rescale to 0 in the engine",
@@ -181,7 +167,6 @@ def _about_guidance(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
     }
     for name, other in others.items():
         yield Candidate(
-            check="guidance",
             cause="negative_prompt",
             message=f"with {name}",
             remedy="hand the negative prompt's embeddings to the engine",
@@ -193,28 +178,24 @@ def _about_adapter(stack: Stack) -> Iterator[Hypothesis]:
     inputs = stack.captured
     if not inputs.adapter or stack.adapter_is_zero:
         return
+    yield Candidate(
+        cause="adapter_not_applied",
+        message="without the adapter",
+        remedy="load the adapter into the engine after each update, and switch it on",
+        inputs=(replace(inputs, adapter=0.0),),
+        about="adapter",
+    )
     scale = "apply the adapter once, scaled by lora_alpha / rank, and capture that lora_alpha"
-    for cause, times, message, remedy in (
-        (
-            "adapter_not_applied",
-            0.0,
-            "without the adapter",
-            "load the adapter into the engine after each update, and switch it on",
-        ),
-        ("adapter_scale", 2.0, "with the adapter applied twice", scale),
-    ):
-        yield Candidate(
-            check="lora",
-            cause=cause,
-            message=message,
-            remedy=remedy,
-            inputs=(replace(inputs, adapter=times),),
-            about="adapter",
-        )
+    yield Candidate(
+        cause="adapter_scale",
+        message="with the adapter applied twice",
+        remedy=scale,
+        inputs=(replace(inputs, adapter=2.0),),
+        about="adapter",
+    )
     targets = stack.adapter_targets
     for target in targets[:_MAX_TARGETS] if len(targets) > 1 else ():
         yield Candidate(
-            check="lora",
             cause="adapter_partial",
             message=f"without the adapter in the layers {target}",
             remedy="compare the engine's layer names with the names that are sent; fused projections need a mapping",
@@ -223,7 +204,6 @@ def _about_adapter(stack: Stack) -> Iterator[Hypothesis]:
     alpha = stack.samples.adapter_alpha
     assert alpha is not None, "`ReplaySamples` has checked it"
     yield Candidate(
-        check="lora",
         cause="adapter_scale",
         message=f"with {{value:.4g}} times the strength of the adapter that adapter_alpha={alpha:g} gives",
         remedy=scale,
@@ -234,11 +214,10 @@ def _about_adapter(stack: Stack) -> Iterator[Hypothesis]:
     )
 
 
-def _about_steps(stack: Stack, legs: Legs) -> Iterator[Hypothesis]:
+def _about_steps(legs: Legs) -> Iterator[Hypothesis]:
     """The initial noise, and the transition of the window's steps, which moves no leg outside it."""
-    inputs = stack.captured
+    stack, inputs = legs.stack, legs.stack.captured
     yield Candidate(
-        check="before",
         cause="initial_noise_scale",
         message="from {value:.4g} times the captured initial noise",
         remedy="begin at standard normal noise, which the scheduler of a flow does not scale, and capture it",
@@ -249,10 +228,9 @@ def _about_steps(stack: Stack, legs: Legs) -> Iterator[Hypothesis]:
             high=1000.0,
         ),
     )
-    if "log_probs" not in legs.known:
+    if legs.window is None:
         return
     yield Candidate(
-        check="noise",
         cause="noise_outside",
         message="with noise in a step outside the window, as the window's steps have it",
         remedy="draw noise in the steps of the window alone, or train all steps that have noise: no log-prob sees it",
@@ -264,30 +242,28 @@ def _about_steps(stack: Stack, legs: Legs) -> Iterator[Hypothesis]:
         to_zero = kind == "cps" and (level > 1 or not sigmas[stack.steps[-1] + 1] > 0)
         if not to_zero:
             yield Candidate(
-                check="transition",
                 cause="sde_type",
                 message=f"with sde_type {kind}, where {inputs.sde_type} was captured",
                 remedy="give both stacks one sde_type, and capture that of the engine",
                 inputs=(replace(inputs, sde_type=cast(sde.SdeType, kind)),),
             )
     highest = min(_LEVELS * level, 1.0) if inputs.sde_type == "cps" else _LEVELS * level
+    spread = float(legs.window.square.mean().sqrt())  # 1 where the stds of the steps are right
     told = legs.convention is not None or stack.samples.log_probs is not None
     yield Candidate(
-        check="transition",
         cause="noise_level",
         message=f"with noise level {{value:.4g}}, where {level:g} was captured"
         + ("" if told else "; or its step noise is too large by their ratio, which log_probs would tell"),
         remedy="give both stacks one noise_level, and capture that of the engine",
         number=Number(
             inputs=lambda other: replace(inputs, noise_level=other),
-            starts=(level, min(max(level / _LEVELS, level * legs.spread(inputs)), highest)),
+            starts=(level, min(max(level / _LEVELS, level * spread), highest)),
             low=level / _LEVELS,
             high=highest,
         ),
     )
     if inputs.sde_type == "sde" and stack.steps[0] == 0 and sigmas[0] > _NEARLY_ONE:
         yield Candidate(
-            check="transition",
             cause="sigma_max",
             message="with 1 - {value:.4g} in place of the first sigma, 1, where the replay takes the second "
             f"sigma, {sigmas[1]:.4g}",
@@ -310,14 +286,12 @@ def _about_schedule(stack: Stack) -> Iterator[Hypothesis]:
         )
         if all(left > right for left, right in itertools.pairwise(sigmas)):
             yield Candidate(
-                check="schedule",
                 cause="rounded_sigmas",
                 message=f"with sigmas rounded to {name}",
                 remedy="keep the table of sigmas in float32, and read it by step index",
                 inputs=(replace(inputs, sigmas=sigmas),),
             )
         yield Candidate(
-            check="schedule",
             cause="rounded_timesteps",
             message=f"with timesteps rounded to {name}",
             remedy="capture the timesteps as the transformer is fed them, and replay these in training",
@@ -325,7 +299,6 @@ def _about_schedule(stack: Stack) -> Iterator[Hypothesis]:
         )
     if stack.own is not None:
         yield Candidate(
-            check="schedule",
             cause="timesteps",
             message="with the timesteps of the model's own schedule, not the captured ones",
             remedy="make timesteps and sigmas from one schedule",
@@ -339,7 +312,6 @@ def _about_schedule(stack: Stack) -> Iterator[Hypothesis]:
         "of the step before": (*times[:1], *times[:-1]),
     }.items():
         yield Candidate(
-            check="schedule",
             cause="timesteps",
             message=f"with timesteps {name}",
             remedy="feed the transformer the timesteps of its own step, as the scheduler has them, and capture these",
@@ -356,7 +328,6 @@ def _about_schedule(stack: Stack) -> Iterator[Hypothesis]:
         return replace(inputs, sigmas=found.sigmas, timesteps=found.timesteps)
 
     yield Candidate(
-        check="schedule",
         cause="wrong_shift",
         message="with a schedule of shift {value:.4g}, where another was captured: the model's own is "
         f"{own:.4g}",
@@ -397,7 +368,6 @@ def _of_other_lengths(stack: Stack) -> Iterator[Hypothesis]:
             ),
         ):
             yield Candidate(
-                check="schedule",
                 cause=cause,
                 message=message,
                 remedy="make one schedule, of one number of steps, for sampling and scoring, for sigmas and timesteps",

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 from flowcorr import sde
 from flowcorr.dumps.replay import ReplaySamples
 from flowcorr.errors import FlowcorrError
-from flowcorr.instruments.doctor.conventions import CONVENTIONS, MEAN, Convention
+from flowcorr.instruments.doctor.conventions import CONVENTIONS, MEAN, Convention, summed_over_channels
 from flowcorr.instruments.doctor.stack import Inputs, Stack
 from flowcorr.instruments.stored import rounding_of, stored_in
 from flowcorr.metrics import Metrics
@@ -45,8 +46,29 @@ _UNDOING = (
     12  # tries of a step back, each of which is closer by the share of a step that a velocity changes in it
 )
 _BEYOND = 1e9  # limits, of values that are not finite
-_BY_SAMPLE = ("_noise", "_final", "_before", "_after", "_log_probs")
-_OF_WINDOW = ("_limits", "square", "std", "step", "noise", "distance")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Window:
+    """The window's steps under some inputs, float64.
+
+    Attributes:
+        step, std: sizes and stds of the steps, `[n, T]`.
+        noise: `[n, T, *L]`, that the captured steps added then.
+        square: `[n, T]`, its mean square.
+        distance: `[n, T]`, the largest distance of step means in stds that rounding explains.
+        limits: `[n, T]`, the largest difference of mean-pooled log-probs that such a distance explains.
+    """
+
+    step: Tensor
+    std: Tensor
+    noise: Tensor
+    square: Tensor
+    distance: Tensor
+    limits: Tensor
+
+    def __getitem__(self, rows: list[int]) -> Window:
+        return Window(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
 
 class Legs:
@@ -58,28 +80,24 @@ class Legs:
         log_probs: `[n, T]` of the trainer, which are judged in place of the engine's, and no other leg.
 
     Attributes:
+        stack: replays them.
         known: the legs that can be judged.
+        window: its steps under the captured inputs; None where log-probs are not judged.
         convention: what the captured log-probs are; None where that is not known.
-        square, std, step, distance, noise: of the window's steps, where log-probs are judged: mean squares of their
-            noise, stds, sizes, and the largest explained distances of step means in stds `[n, T]`, and the noise
-            `[n, T, *L]`.
         agrees: whether the window's replay agrees with the capture.
     """
 
     def __init__(self, stack: Stack, dtype: str | None = None, *, log_probs: Tensor | None = None) -> None:
-        self._stack, samples = stack, stack.samples
+        self.stack, samples = stack, stack.samples
         self._clean_gap, self._usual_gap = stack.gaps_in(dtype or stack.dtype)
         self._noise, self._final = stack.tensor("initial_noise"), stack.tensor("final_latents")
-        of_engine, log_probs = (
-            log_probs is None,
-            samples.tensors().get("log_probs") if log_probs is None else log_probs,
-        )
+        judged = samples.tensors().get("log_probs") if log_probs is None else log_probs
         self._before, self._after, self._log_probs = (
             None if values is None else values[:, : len(stack.steps)]
             for values in (
                 stack.tensor("latents"),
                 stack.tensor("next_latents"),
-                None if log_probs is None else log_probs.double().to(stack.device),
+                None if judged is None else judged.double().to(stack.device),
             )
         )
         captured = [value for value in (self._before, self._after, self._final) if value is not None]
@@ -95,26 +113,16 @@ class Legs:
                 known.append("between")
             if self._final is not None:
                 known.append("after")
-        known = known if of_engine else [leg for leg in known if leg == "log_probs"]
-        self.known: tuple[LegName, ...] = tuple(known)
+        self.known = tuple(leg for leg in known if log_probs is None or leg == "log_probs")
+        self.window: Window | None = None
         self.convention: Convention | None = None
         self.agrees = False
         self._velocities: dict[Inputs, Tensor] = {}
         self._rows = list(range(len(samples.prompts)))
         if "log_probs" in known:
-            step, velocity, reach = self._transition(stack.captured)
-            self.square, self.std, self.noise = self._squares(step)
-            self.distance = self._distance(step, velocity, reach)
-            self._limits = self._limits_of(step, self.distance, self.square)
-            self.step = step.step
-            self.convention = self._fitting_convention()
-            self.agrees = bool((self._window(stack.captured).abs() <= 1).all())
-
-    @property
-    def told_noise(self) -> tuple[Tensor, float]:
-        """Step noise `[N, *L]` that rounding does not hide, and how much of rounding is in it at most (rms)."""
-        told = self.distance <= LARGEST_DISTANCE
-        return self.noise[told], float(self.distance[told].square().mean().sqrt())
+            self.window = self._window(stack.captured)
+            self.convention = self._fitting_convention(self.window)
+            self.agrees = bool((self._log_prob_gaps(stack.captured).abs() <= 1).all())
 
     @property
     def num_samples(self) -> int:
@@ -125,7 +133,7 @@ class Legs:
         """The same legs of some samples alone."""
         part = copy.copy(self)
         part._rows, part._velocities = [self._rows[row] for row in rows], {}
-        for name in (*_BY_SAMPLE, *(_OF_WINDOW if "log_probs" in self.known else ())):
+        for name in ("_noise", "_final", "_before", "_after", "_log_probs", "window"):
             value = getattr(self, name)
             setattr(part, name, None if value is None else value[list(rows)])
         return part
@@ -133,7 +141,7 @@ class Legs:
     def scores(self, inputs: Inputs, legs: Sequence[LegName]) -> dict[LegName, Tensor]:
         """`[n]` float64 by leg: the gap of each sample in limits, the largest over its steps."""
         return {
-            leg: self._window(inputs).abs().amax(1)
+            leg: self._log_prob_gaps(inputs).abs().amax(1)
             if leg == "log_probs"
             else self._path(leg, inputs).norm(dim=1).clamp(max=_BEYOND)
             for leg in legs
@@ -141,17 +149,20 @@ class Legs:
 
     def residuals(self, inputs: Inputs, legs: Sequence[LegName]) -> Tensor:
         """All differences of the legs in limits, with their signs: `[n, m]` float64."""
-        parts = [self._window(inputs) if leg == "log_probs" else self._path(leg, inputs) for leg in legs]
+        parts = [
+            self._log_prob_gaps(inputs) if leg == "log_probs" else self._path(leg, inputs) for leg in legs
+        ]
         return torch.cat(parts, 1)
 
-    def spread(self, inputs: Inputs) -> float:
-        """Root mean square of the noise of the window's steps under `inputs`: 1 where their stds are right."""
-        return float(self._squares(self._transition(inputs)[0])[0].mean().sqrt())
+    def _window(self, inputs: Inputs) -> Window:
+        """The window's steps under `inputs`.
 
-    def _transition(self, inputs: Inputs) -> tuple[sde.Transition, Tensor, Tensor]:
-        """The window's steps under `inputs`, in float64; velocities `[n, T, *L]`, and the way of a mean by one of 1."""
+        Raises:
+            FlowcorrError: a step has no density, or the noise level is none of its kind.
+        """
         assert self._before is not None
-        stack, steps = self._stack, self._stack.steps
+        assert self._after is not None
+        stack, steps = self.stack, self.stack.steps
         n, count = self._before.shape[:2]
         if inputs.of_velocity not in self._velocities:
             # Those of the captured inputs are asked for again and again, and the latest ones with other numbers.
@@ -161,7 +172,7 @@ class Legs:
             self._velocities[inputs.of_velocity] = stack.velocity(
                 self._before.flatten(0, 1), steps * n, rows, inputs
             ).view_as(self._before)
-        velocity = self._velocities[inputs.of_velocity]
+        velocity, before = self._velocities[inputs.of_velocity].double(), self._before.double()
         sigmas = torch.tensor(inputs.sigmas, dtype=torch.float64, device=stack.device)
         sigma, following = (
             sigmas[[index + offset for index in steps]].expand(n, -1).contiguous() for offset in (0, 1)
@@ -172,37 +183,27 @@ class Legs:
             sde.transition(
                 inputs.sde_type, *given, sigma, following, inputs.noise_level, sigma_max=inputs.sigma_max
             )
-            for given in ((self._before.double(), velocity.double()), (nowhere, nowhere + 1))
+            for given in ((before, velocity), (nowhere, nowhere + 1))
         )
-        return step, velocity.double(), of_unit.mean.abs()[..., 0]
-
-    def _squares(self, step: sde.Transition) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean squares of the steps' noise and stds, `[n, T]`, and the noise `[n, T, *L]`."""
-        assert self._after is not None
+        reach = of_unit.mean.abs()[..., 0]  # of a mean, by a velocity of 1
+        rounding = mean_over_elements(velocity.square(), 2) * (self._clean_gap * reach).square()
+        rounding = rounding + mean_over_elements(before.square(), 2) * self._rounding**2
+        distance = rounding.sqrt() / step.std
         noise = sde.added_noise(self._after.double(), step)
-        return mean_over_elements(noise.square(), 2), step.std, noise
+        square = mean_over_elements(noise.square(), 2)
+        spread = square.clamp(min=1)  # under other inputs the noise is not standard normal
+        ulps = 4 * _ULP * (1 + step.std.log().abs()) * spread
+        limits = largest_kl(distance, self._elements / spread, ulps)
+        return Window(
+            step=step.step, std=step.std, noise=noise, square=square, distance=distance, limits=limits
+        )
 
-    def _distance(self, step: sde.Transition, velocity: Tensor, reach: Tensor) -> Tensor:
-        """`[n, T]`, the largest distance of step means in stds that rounding explains."""
-        assert self._before is not None
-        size = mean_over_elements(velocity.square(), 2) * (self._clean_gap * reach).square()
-        size = size + mean_over_elements(self._before.double().square(), 2) * self._rounding**2
-        return size.sqrt() / step.std
-
-    def _limits_of(self, step: sde.Transition, distance: Tensor, square: Tensor) -> Tensor:
-        """`[n, T]`, the largest difference of mean-pooled log-probs that such a distance explains.
-
-        Under other inputs the noise is not standard normal: its mean `square` is another.
-        """
-        square = square.clamp(min=1)
-        return largest_kl(distance, self._elements / square, 4 * _ULP * (1 + step.std.log().abs()) * square)
-
-    def _fitting_convention(self) -> Convention | None:
+    def _fitting_convention(self, window: Window) -> Convention | None:
         """The convention with which the replay agrees in the most samples; None where it does with none."""
         if self._log_probs is None:
             return None
         found = {
-            convention: _agreement(self._gap(convention, self.square, self.std, self.step, self._limits))
+            convention: _agreement(self._gap(convention, window, self._log_probs))
             for convention in self._conventions
         }
         best = max(found, key=lambda convention: found[convention])
@@ -211,27 +212,19 @@ class Legs:
     @property
     def _conventions(self) -> Sequence[Convention]:
         """All that a log-prob may be, sums over the channels alone among them."""
-        channels = self._stack.latent_shape[-1 if isinstance(self._stack.family, PackedFamily) else 0]
-        by_channel = Convention(name="sums over the channels of means over places", times=channels)
-        return (*CONVENTIONS, by_channel)
+        channels = self.stack.latent_shape[-1 if isinstance(self.stack.family, PackedFamily) else 0]
+        return (*CONVENTIONS, summed_over_channels(channels))
 
     @property
     def reordered(self) -> str:
         """The axis along which captured log-probs are those of another place, in words; empty where they are not."""
-        if self._log_probs is None:
+        if self._log_probs is None or self.window is None:
             return ""
         for axis, words in ((1, "steps of the window"), (0, "samples")):
-            for places in range(1, self._claimed.shape[axis]):
-                moved = self._claimed.roll(places, axis)
-                scored = self.square, self.std, self.step, self._limits
-                inner = self._gap(MEAN, *scored, claimed=moved).narrow(
-                    axis, places, moved.shape[axis] - places
-                )
-                if inner.shape[axis] > 1 and bool((inner.abs() <= 1).all()):
-                    return words
-                back = self._gap(MEAN, *scored, claimed=self._claimed.roll(-places, axis))
-                inner = back.narrow(axis, 0, moved.shape[axis] - places)
-                if inner.shape[axis] > 1 and bool((inner.abs() <= 1).all()):
+            count = self._log_probs.shape[axis]
+            for places in (*range(2 - count, 0), *range(1, count - 1)):  # at least two are left
+                gap = self._gap(MEAN, self.window, self._log_probs.roll(places, axis))
+                if bool((gap.narrow(axis, max(places, 0), count - abs(places)).abs() <= 1).all()):
                     return words
         return ""
 
@@ -240,44 +233,29 @@ class Legs:
         assert self._before is not None
         return self._before[0, 0].numel()
 
-    @property
-    def _claimed(self) -> Tensor:
-        assert self._log_probs is not None
-        return self._log_probs
-
-    def _window(self, inputs: Inputs) -> Tensor:
+    def _log_prob_gaps(self, inputs: Inputs) -> Tensor:
         """`[n, T]`, differences of the window's log-probs from the captured ones, in limits."""
+        assert self.window is not None, "`known` says so"
         try:
-            step, velocity, reach = self._transition(inputs)
-        except FlowcorrError:  # a step that has no density, or no noise level of its kind
-            return torch.full_like(self.square, _BEYOND)
-        square, std, _ = self._squares(step)
-        limits = self._limits_of(step, self._distance(step, velocity, reach), square)
+            window = self._window(inputs)
+        except FlowcorrError:
+            return torch.full_like(self.window.square, _BEYOND)
         if self._log_probs is None:
             # Without log-probs there is the spread of noise, of which chance explains more.
-            limit = 2 * limits + ERRORS * (2 / self._elements) ** 0.5
-            return _in_limits(square - 1, limit)
+            limit = 2 * window.limits + ERRORS * (2 / self._elements) ** 0.5
+            return _in_limits(window.square - 1, limit)
         # Where no convention fits the captured inputs, each may be that of others.
         conventions = self._conventions if self.convention is None else (self.convention,)
-        gaps = [self._gap(convention, square, std, step.step, limits) for convention in conventions]
+        gaps = [self._gap(convention, window, self._log_probs) for convention in conventions]
         # By steps: of one input that is another, most of a sample's steps may agree.
         return max(gaps, key=lambda gap: (int((gap.abs() <= 1).sum()), -float(gap.abs().max())))
 
-    def _gap(
-        self,
-        convention: Convention,
-        square: Tensor,
-        std: Tensor,
-        step: Tensor,
-        limits: Tensor,
-        claimed: Tensor | None = None,
-    ) -> Tensor:
-        """Difference `[n, T]` of the captured log-probs from those of a convention, in units of the limit."""
-        claimed = self._claimed if claimed is None else claimed
+    def _gap(self, convention: Convention, window: Window, log_probs: Tensor) -> Tensor:
+        """Difference `[n, T]` of log-probs from those of a convention, in units of the limit."""
         scale = convention.factor(self._elements)
-        gap = (claimed - convention.of(square, std, step, self._elements)) / scale
-        rounding = _ULP * claimed.abs() / scale
-        return _in_limits(gap, limits + rounding)
+        own = convention.of(window.square, window.std, window.step, self._elements)
+        rounding = _ULP * log_probs.abs() / scale
+        return _in_limits((log_probs - own) / scale, window.limits + rounding)
 
     def _path(self, name: outside.LegName, inputs: Inputs) -> Tensor:
         """`[n, m]`, the captured end of a leg less the replayed one, in units of the limit of their distance.
@@ -290,7 +268,7 @@ class Legs:
 
         def step(index: int, latents: Tensor, rows: Tensor) -> Tensor:
             samples = [self._rows[row] for row in rows.tolist()]
-            drift = self._stack.velocity(latents, [index] * len(latents), samples, inputs)
+            drift = self.stack.velocity(latents, [index] * len(latents), samples, inputs)
             return latents - (inputs.sigmas[index] - inputs.sigmas[index + 1]) * drift
 
         every = outside.legs(
@@ -298,7 +276,7 @@ class Legs:
             self._before,
             self._after,
             self._final,
-            torch.tensor([self._stack.steps] * len(self._rows), device=self._noise.device),
+            torch.tensor([self.stack.steps] * len(self._rows), device=self._noise.device),
             len(inputs.timesteps),
         )
         own = [leg for leg in every if leg.name == name]

@@ -7,7 +7,7 @@ wrong references or negative prompts fail no check of prompts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from flowcorr.instruments.doctor.candidates import Candidate, Tried, best, search
-from flowcorr.instruments.doctor.exam import FACTOR_RANGE, Evidence, Exam
+from flowcorr.instruments.doctor.exam import FACTOR_RANGE, Exam
 from flowcorr.instruments.doctor.reference_inputs import affine, placed, places, prepared
-from flowcorr.instruments.doctor.trials import NEGATIVE, REFERENCES, Trial, score_means
+from flowcorr.instruments.doctor.trials import NEGATIVE, REFERENCES, Trial, score_means, without
 from flowcorr.models import Conditioning
 from flowcorr.models.packed import PackedFamily
 from flowcorr.rollout.precision import NO_GAP
@@ -28,41 +28,23 @@ EXACT = 1e-6  # of r^2: less is rounding, and says nothing about which of two ca
 SHORT_LENGTHS = 8  # every length up to this one is tried, then powers of two, CLIP's 77 and all but one token
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Explanation:
-    """The candidate that explains the gap, why it is accepted, and the samples that have it."""
-
-    candidate: Candidate[Means]
-    evidence: Evidence
-    samples: Sequence[int]
-    num_samples: int
-
-    @property
-    def text(self) -> str:
-        """The candidate, the evidence, and the samples if not all have it."""
-        text = f"the steps fit {self.candidate.message}, {self.evidence.text}"
-        if len(self.samples) == self.num_samples:
-            return text
-        return f"{text}; it is {named(self.samples)} of {self.num_samples} alone"
-
-
 def named(samples: Sequence[int]) -> str:
     """Some samples in words, such as "samples 1, 5 and 8 more"."""
     shown = ", ".join(map(str, samples[:3])) + (f" and {len(samples) - 3} more" if len(samples) > 3 else "")
     return f"sample{'s'[: len(samples) != 1]} {shown}"
 
 
-def explanation(exam: Exam) -> Explanation | None:
+def explanation(exam: Exam) -> Tried[Means] | None:
     """The candidate with which most of the gap between the engine's steps and the actor's disappears, if there is one.
 
     One image of each prompt is tried, the one with the largest gap. The answer is computed once for an exam.
     """
     if "explanation" not in exam.answers:
         exam.answers["explanation"] = _explanation(exam)
-    return cast("Explanation | None", exam.answers["explanation"])
+    return cast("Tried[Means] | None", exam.answers["explanation"])
 
 
-def _explanation(exam: Exam) -> Explanation | None:
+def _explanation(exam: Exam) -> Tried[Means] | None:
     base, count = exam.trials.base, exam.trials.num_prompts
     if base.velocity_gap() <= NO_GAP:
         return None
@@ -72,12 +54,7 @@ def _explanation(exam: Exam) -> Explanation | None:
     first = best(explaining(exam, worst, candidates(exam, worst)))
     if first is None or first.evidence is None or _another_scale(exam, worst) >= first.evidence.share:
         return None
-    return Explanation(
-        candidate=first.candidate,
-        evidence=first.evidence,
-        samples=base.samples_off(),
-        num_samples=base.rollout.num_samples,
-    )
+    return first
 
 
 def explaining(exam: Exam, trial: Trial, rows: Iterable[Candidate[Means]]) -> list[Tried[Means]]:
@@ -122,7 +99,7 @@ def candidates(exam: Exam, trial: Trial) -> Iterator[Candidate[Means]]:
 def _scored(exam: Exam, trial: Trial, row: Candidate[Conditioning]) -> Candidate[Means]:
     """A row of other conditioning `{name: [P, ...]}`, of one image a prompt, as the actor scores it."""
     inputs = tuple(_under(exam, trial, other) for other in row.inputs)
-    return Candidate(check=row.check, message=row.message, numbers=row.numbers, inputs=inputs)
+    return Candidate(cause=row.cause, message=row.message, numbers=row.numbers, inputs=inputs)
 
 
 def _under(exam: Exam, trial: Trial, conditioning: Conditioning) -> Means:
@@ -141,11 +118,6 @@ def _another_scale(exam: Exam, trial: Trial) -> float:
     return fit.share if fit.factor <= 1 + FACTOR_RANGE else 0.0
 
 
-def without(conditioning: Mapping[str, Tensor], prefix: str) -> Conditioning:
-    """Conditioning without the tensors whose names begin so."""
-    return {name: rows for name, rows in conditioning.items() if not name.startswith(prefix)}
-
-
 # Prompts -----------------------------------------------------------------------------------------------------
 
 
@@ -155,7 +127,7 @@ def _of_prompts(conditioning: Mapping[str, Tensor]) -> Iterator[Candidate[Condit
     if count > 1:
         texts = [name for name in conditioning if name != REFERENCES]
         yield Candidate(
-            check="embeddings",
+            cause="embeddings",
             message="other prompts of the batch",
             numbers={"fits": "others"},
             inputs=_of_others(conditioning, texts)
@@ -164,7 +136,7 @@ def _of_prompts(conditioning: Mapping[str, Tensor]) -> Iterator[Candidate[Condit
         for name in texts:
             if len(texts) > 1 and not name.startswith(NEGATIVE):
                 yield Candidate(
-                    check="embeddings",
+                    cause="embeddings",
                     message=f"{name} of another prompt",
                     numbers={"fits": "another's", "field": name},
                     inputs=_of_others(conditioning, [name]),
@@ -173,7 +145,7 @@ def _of_prompts(conditioning: Mapping[str, Tensor]) -> Iterator[Candidate[Condit
     for kept in _lengths(_longest([conditioning[name] for name in sequences])):
         cut = {name: conditioning[name][:, :kept] for name in sequences}
         yield Candidate(
-            check="embeddings",
+            cause="embeddings",
             message=f"prompts cut after {kept} tokens",
             numbers={"fits": "cut", "tokens": kept},
             inputs=({**conditioning, **cut},),
@@ -184,7 +156,7 @@ def _of_prompts(conditioning: Mapping[str, Tensor]) -> Iterator[Candidate[Condit
             if not name.startswith(NEGATIVE)
         }
         yield Candidate(
-            check="embeddings",
+            cause="embeddings",
             message=f"prompts blank after {kept} tokens",
             numbers={"fits": "blank", "tokens": kept},
             inputs=({**conditioning, **blank},),
@@ -226,7 +198,7 @@ def _of_negatives(conditioning: Mapping[str, Tensor]) -> Iterator[Candidate[Cond
         left: conditioning[right] for pair in negatives.items() for left, right in (pair, pair[::-1])
     }
     yield Candidate(
-        check="guidance",
+        cause="guidance",
         message="guidance whose prompt and negative prompt are exchanged",
         numbers={"fits": "exchanged"},
         inputs=({**conditioning, **exchanged},),
@@ -237,7 +209,7 @@ def _of_negatives(conditioning: Mapping[str, Tensor]) -> Iterator[Candidate[Cond
         if conditioning[name].is_floating_point()
     }
     yield Candidate(
-        check="guidance",
+        cause="guidance",
         message="a negative prompt of zeros",
         numbers={"fits": "zeros"},
         inputs=({**conditioning, **zeros},),
@@ -247,7 +219,7 @@ def _of_negatives(conditioning: Mapping[str, Tensor]) -> Iterator[Candidate[Cond
         as_negative = {name: conditioning[positive] for name, positive in negatives.items()}
         others = _of_others({**conditioning, **as_negative}, list(negatives))
         yield Candidate(
-            check="guidance",
+            cause="guidance",
             message="the negative prompt, or the prompt, of another sample as negative prompt",
             numbers={"fits": "another's negative"},
             inputs=(*_of_others(conditioning, list(negatives)), *others),
@@ -262,9 +234,12 @@ def _of_references(exam: Exam, trial: Trial, conditioning: Conditioning) -> Iter
     references, family = conditioning[REFERENCES], exam.actor.family
     prompts, images = references.shape[:2]
 
+    def under(other: Tensor) -> Means:
+        return _under(exam, trial, {**conditioning, REFERENCES: other})
+
     def of(message: str, fits: str, *others: Tensor) -> Candidate[Means]:
-        inputs = tuple(_under(exam, trial, {**conditioning, REFERENCES: other}) for other in others)
-        return Candidate(check=REFERENCES, message=message, numbers={"fits": fits}, inputs=inputs)
+        inputs = tuple(under(other) for other in others)
+        return Candidate(cause=REFERENCES, message=message, numbers={"fits": fits}, inputs=inputs)
 
     left_out = _under(exam, trial, without(conditioning, REFERENCES))
     yield replace(of("no reference images", "none"), inputs=(left_out,))
@@ -281,7 +256,7 @@ def _of_references(exam: Exam, trial: Trial, conditioning: Conditioning) -> Iter
     if isinstance(family, PackedFamily):
         for name, other in prepared(family, exam.prompts, references).items():
             yield of(f"reference images {name}", name, other)
-    scale, shift = affine(exam, trial, conditioning)
+    scale, shift = affine(trial, references, lambda other: under(other)())
     message = f"reference images whose latents are scaled by {scale:.3g} and shifted by {shift:.2g}"
     numbers = {"fits": "scaled", "scale": scale, "shift": shift}
     yield replace(of(message, "scaled", scale * references + shift), numbers=numbers, fitted=True)

@@ -55,13 +55,6 @@ def float32_config(config: Config) -> Config:
 
 
 @contextlib.contextmanager
-def both_in_float32(actor: DiffusionActor, engine: ComputesInFloat32) -> Iterator[None]:
-    """Run both stacks in float32, then restore all weights bit for bit."""
-    with actor_in_float32(actor), engine.in_float32():
-        yield
-
-
-@contextlib.contextmanager
 def actor_in_float32(actor: DiffusionActor) -> Iterator[None]:
     """Run the actor in float32, then restore its weights and configuration."""
     config = actor.config

@@ -7,23 +7,28 @@ import copy
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
+from PIL import Image, ImageOps
 from torch import Tensor, nn
 
-from flowcorr.instruments.doctor.exam import Exam
-from flowcorr.instruments.doctor.trials import REFERENCES, Trial, score_means
-from flowcorr.models import Conditioning, ModelFamily
+from flowcorr.instruments.doctor.trials import REFERENCES, Trial
+from flowcorr.instruments.doctor.vae_numbers import configured, scalings
 from flowcorr.models.packed import PackedFamily
 from flowcorr.records import Prompt
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from flowcorr.sde.transition import over_elements
 
 _TRY = 0.05  # first change of the references' scale, and of their shift
 _ROUNDS = 5  # of Gauss and Newton for scale and shift
+_AXES = {"with red and blue exchanged": 1, "upside down": 2, "mirrored": 3}
+_PIXELS: Mapping[str, Callable[[Image.Image, Image.Image], Image.Image]] = {
+    "with red and blue exchanged": lambda fitted, original: Image.merge("RGB", fitted.split()[::-1]),
+    "upside down": lambda fitted, original: ImageOps.flip(fitted),
+    "mirrored": lambda fitted, original: ImageOps.mirror(fitted),
+    "squeezed, and not cut, to their size": lambda fitted, original: original.resize(fitted.size),
+}
 
 
 def prepared(family: PackedFamily, prompts: Sequence[Prompt], references: Tensor) -> dict[str, Tensor]:
@@ -46,7 +51,7 @@ def prepared(family: PackedFamily, prompts: Sequence[Prompt], references: Tensor
 def _encoded(
     family: PackedFamily,
     prompts: Sequence[Prompt],
-    change: Callable[[Image, Image], Image],
+    change: Callable[[Image.Image, Image.Image], Image.Image],
     references: Tensor,
 ) -> Tensor:
     """The references of images that went through `change(fitted, original)`."""
@@ -60,66 +65,26 @@ def _encoded(
 
 def _unscaled(family: PackedFamily, prompts: Sequence[Prompt], references: Tensor) -> dict[str, Tensor]:
     """The references without the VAE's scaling, where its configuration has numbers for it."""
-    with without_scaling(family) as changed:
-        if not changed:
-            return {}
-        return {"without the VAE's scaling": family.encode_references(prompts)[REFERENCES].to(references)}
+    for _, changes in itertools.islice(scalings(family), 1):  # without any of its numbers
+        with configured(family, changes):
+            return {"without the VAE's scaling": family.encode_references(prompts)[REFERENCES].to(references)}
+    return {}
 
 
-@contextlib.contextmanager
-def without_scaling(family: ModelFamily) -> Iterator[bool]:
-    """The VAE as if its latents needed no scaling; false where it has no such numbers."""
-    vae = family.pipeline.vae
-    neutral = {"scaling_factor": 1.0, "shift_factor": 0.0, "latents_mean": 0.0, "latents_std": 1.0}
-    before = {name: value for name in neutral if (value := getattr(vae.config, name, None))}
-    plain = {
-        name: [neutral[name]] * len(value) if isinstance(value, Sequence) else neutral[name]
-        for name, value in before.items()
-    }
-    vae.register_to_config(**plain)
-    try:
-        yield before != plain
-    finally:
-        vae.register_to_config(**before)
+def affine(trial: Trial, references: Tensor, means_under: Callable[[Tensor], Tensor]) -> tuple[float, float]:
+    """The scale and the shift of the references with which the steps agree best, by Gauss and Newton.
 
-
-def _reversed(fitted: Image, original: Image) -> Image:
-    from PIL import Image as images
-
-    return images.merge("RGB", fitted.split()[::-1])
-
-
-def _turned(axis: str) -> Callable[[Image, Image], Image]:
-    def change(fitted: Image, original: Image) -> Image:
-        from PIL import ImageOps
-
-        turned: Image = getattr(ImageOps, axis)(fitted)
-        return turned
-
-    return change
-
-
-_AXES = {"with red and blue exchanged": 1, "upside down": 2, "mirrored": 3}
-_PIXELS: Mapping[str, Callable[[Image, Image], Image]] = {
-    "with red and blue exchanged": _reversed,
-    "upside down": _turned("flip"),
-    "mirrored": _turned("mirror"),
-    "squeezed, and not cut, to their size": lambda fitted, original: original.resize(fitted.size),
-}
-
-
-def affine(exam: Exam, trial: Trial, conditioning: Conditioning) -> tuple[float, float]:
-    """The scale and the shift of the references with which the steps agree best, by Gauss and Newton."""
-    references = conditioning[REFERENCES]
-    rows = torch.arange(len(references), device=references.device)
+    Args:
+        trial: the engine's steps.
+        references: of the actor.
+        means_under: the actor's step means `[B, T, *L]` under other references.
+    """
+    stds = over_elements(trial.stds.double(), trial.engine_means)
 
     def means(scale: float, shift: float) -> Tensor:
-        inputs = {**conditioning, REFERENCES: scale * references + shift}
-        rollout = replace(trial.rollout, conditioning=inputs, conditioning_rows=rows)
-        return (score_means(exam.actor, rollout).double() / trial_stds).flatten()
+        return (means_under(scale * references + shift).double() / stds).flatten()
 
-    trial_stds = trial.stds.double().view(*trial.stds.shape, *[1] * len(trial.rollout.latent_shape))
-    engine = (trial.engine_means.double() / trial_stds).flatten()
+    engine = (trial.engine_means.double() / stds).flatten()
     best, at = (1.0, 0.0), torch.tensor([1.0, 0.0], dtype=torch.float64)
     least = float((engine - means(*best)).square().sum())
     for _ in range(_ROUNDS):

@@ -16,6 +16,8 @@ from flowcorr.rollout.precision import NO_GAP
 _COUNTED: Mapping[Level, str] = {"warning": "warnings", "note": "notes"}
 """By level, its word for several findings, where that is another one."""
 _INPUTS = ("embeddings", "guidance", "lora")
+_BY_STEPS: Sequence[Level] = ("serious", "warning", "healthy", "note")
+"""From the worst; a note is of a step that a check could not judge."""
 
 
 def of_trials(exam: Exam, findings: Sequence[Finding]) -> Report:
@@ -116,29 +118,24 @@ def worst(by_step: Mapping[int, Mapping[str, Finding]]) -> list[Finding]:
     Args:
         by_step: by training step, the findings by check.
     """
-    worst_by_check: dict[str, Finding] = {}
-    judged: dict[str, set[int]] = defaultdict(set)
+    of_check: dict[str, dict[int, Finding]] = defaultdict(dict)
     for step, findings in by_step.items():
         for check, finding in findings.items():
-            judged[check].add(step)
-            known = worst_by_check.get(check)
-            if known is None or (finding.level != "note" and _is_worse(finding.level, known.level)):
-                worst_by_check[check] = replace(finding, numbers={"step": step, **finding.numbers})
+            of_check[check][step] = replace(finding, numbers={"step": step, **finding.numbers})
+    worst_by_check = {
+        check: min(steps.values(), key=lambda finding: _BY_STEPS.index(finding.level))
+        for check, steps in of_check.items()
+    }
     unclear = {
         step
         for step, findings in by_step.items()
         if any(finding.level == "warning" for finding in findings.values())
     }
     for check in _INPUTS:
-        if check in worst_by_check and worst_by_check[check].level == "healthy" and unclear - judged[check]:
-            worst_by_check[check] = _of_some_steps(
-                worst_by_check[check], judged[check], unclear - judged[check]
-            )
+        judged, others = {*of_check[check]}, unclear - {*of_check[check]}
+        if judged and others and worst_by_check[check].level == "healthy":
+            worst_by_check[check] = _of_some_steps(worst_by_check[check], judged, others)
     return list(worst_by_check.values())
-
-
-def _is_worse(level: Level, known: Level) -> bool:
-    return known == "note" or LEVELS.index(level) < LEVELS.index(known)
 
 
 def _of_some_steps(finding: Finding, judged: set[int], unclear: set[int]) -> Finding:

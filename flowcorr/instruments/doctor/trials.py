@@ -80,8 +80,8 @@ class Trial(Compared):
         return sde.added_noise(window.next_latents, step)
 
     def squared_distance(self, means: Tensor | None = None) -> Tensor:
-        """`r^2` `[B, T]` between the engine's step means and the actor's, or other ones."""
-        return r_squared(self.engine_means, self.means if means is None else means, self.stds)
+        """`r^2` `[B, T]` between the engine's step means and the actor's, or other ones: twice the steps' exact KL."""
+        return 2 * sde.step_kl(self.engine_means, self.means if means is None else means, self.stds)
 
     def velocity_gap(self, means: Tensor | None = None) -> float:
         """Root mean square difference of both velocities, as a share of the actor's."""
@@ -179,13 +179,10 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
             engine.sync(weights)
 
     def draw(
-        groups: Sequence[int], training_step: int = TRAINING_STEP, without: str | None = None
+        groups: Sequence[int], training_step: int = TRAINING_STEP, leave_out: str | None = None
     ) -> Rollout:
-        rows = {
-            name: tensor[list(groups)]
-            for name, tensor in conditioning.items()
-            if without is None or not name.startswith(without)
-        }
+        asked = conditioning if leave_out is None else without(conditioning, leave_out)
+        rows = {name: tensor[list(groups)] for name, tensor in asked.items()}
         rollout = as_rollout(engine.sample(rows, groups, training_step=training_step, with_means=True))
         if rollout.window.means is None or rollout.window.stds is None:
             raise BackendError(
@@ -203,12 +200,13 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
             return
         with contextlib.suppress(BackendError, KeyError):  # an engine may demand them
             if REFERENCES in conditioning:
-                yield REFERENCES, score_trial(actor, draw(range(count), without=REFERENCES))
+                yield REFERENCES, score_trial(actor, draw(range(count), leave_out=REFERENCES))
         if not any(name.startswith(NEGATIVE) for name in conditioning):
             return
         with contextlib.suppress(BackendError, KeyError), _without_guidance(engine) as unguided:
-            rollout = draw(range(count), without=None if unguided else NEGATIVE)
-            yield NEGATIVE, score_trial(actor, replace(rollout, conditioning=_positive(rollout.conditioning)))
+            rollout = draw(range(count), leave_out=None if unguided else NEGATIVE)
+            positive = without(rollout.conditioning, NEGATIVE)  # under which the actor takes no guidance
+            yield NEGATIVE, score_trial(actor, replace(rollout, conditioning=positive))
 
     try:
         base = trial(current)
@@ -216,16 +214,16 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
         again = draw(range(count))
         seconds = time.perf_counter() - begin
         alone = draw([count - 1])
-        plain = dict(withheld(base))
-        without = _without_adapter(current)
-        bare = base if without is current else trial(without)
-        scale = _move_scale(actor, bare, without)
-        previous, newest = (_moved(without, seed, scale, version=current.version + seed) for seed in (1, 2))
+        less = dict(withheld(base))
+        plain = _without_adapter(current)
+        bare = base if plain is current else trial(plain)
+        scale = _move_scale(actor, bare, plain)
+        previous, newest = (_moved(plain, seed, scale, version=current.version + seed) for seed in (1, 2))
         tell(previous)
         later_step = _later_step(actor.config, count)
         moved = trial(newest, later_step)
         moved_under = {}
-        for name, weights in (("bare", without), ("current", current), ("previous", previous)):
+        for name, weights in (("bare", plain), ("current", current), ("previous", previous)):
             actor.weights.load(weights.tensors)
             moved_under[name] = score_means(actor, moved.rollout)
     finally:
@@ -240,13 +238,13 @@ def run_trials(actor: DiffusionActor, engine: RolloutEngine, conditioning: Condi
         again=again,
         alone=alone,
         bare=bare,
-        bare_weights=without,
+        bare_weights=plain,
         moved=moved,
         moved_version=newest.version,
         moved_under=moved_under,
         conditioning={name: rows.repeat_interleave(members, 0) for name, rows in conditioning.items()},
         num_prompts=count,
-        withheld=plain,
+        withheld=less,
         images_per_second=again.num_samples / seconds,
     )
 
@@ -268,9 +266,9 @@ def _without_guidance(engine: RolloutEngine) -> Iterator[bool]:
         engine.plan = plan
 
 
-def _positive(conditioning: Mapping[str, Tensor]) -> Conditioning:
-    """The prompts' own conditioning, under which the actor takes no guidance."""
-    return {name: rows for name, rows in conditioning.items() if not name.startswith(NEGATIVE)}
+def without(conditioning: Mapping[str, Tensor], prefix: str) -> Conditioning:
+    """Conditioning without the tensors whose names begin so."""
+    return {name: rows for name, rows in conditioning.items() if not name.startswith(prefix)}
 
 
 def score_trial(actor: DiffusionActor, rollout: Rollout, training_step: int = TRAINING_STEP) -> Trial:
@@ -284,11 +282,6 @@ def score_means(actor: DiffusionActor, rollout: Rollout, *, guidance: Guidance |
     means = actor.log_probs(rollout, with_means=True, guidance=guidance).means
     assert means is not None
     return means
-
-
-def r_squared(means: Tensor, others: Tensor, stds: Tensor) -> Tensor:
-    """`r^2` `[B, T]`, twice the exact KL of the step, a latent element."""
-    return 2 * sde.step_kl(means, others, stds)
 
 
 def asked_windows(config: Config, num_prompts: int, training_step: int) -> Tensor:
@@ -321,9 +314,9 @@ def _without_adapter(weights: Weights) -> Weights:
     return Weights(version=weights.version + 3, tensors={**weights.tensors, **zeros})
 
 
-def _move_scale(actor: DiffusionActor, bare: Trial, without: Weights) -> float:
+def _move_scale(actor: DiffusionActor, bare: Trial, plain: Weights) -> float:
     """The scale at which random moves change the velocity by `MOVE`, as if it were linear in them."""
-    actor.weights.load(_moved(without, 2, _FIRST_TRY, version=0).tensors)
+    actor.weights.load(_moved(plain, 2, _FIRST_TRY, version=0).tensors)
     change = velocity_gap(score_means(actor, bare.rollout), bare.means, bare.still)
     return _FIRST_TRY * MOVE / change if math.isfinite(change) and change > 0 else _FIRST_TRY
 

@@ -90,8 +90,7 @@ def captured_of(stack_of):
 
     def make(*, step=0, earlier=None, config=None, terms=None, **changes):
         pool = ["cat", "dog", "sun", "bee"]
-        return Captured(
-            stack_of(**changes), step, earlier=earlier or {}, pool=pool, config=config, terms=terms or {}
-        )
+        samples = {"stack": stack_of(**changes), "step": step, "earlier": earlier or {}, "terms": terms or {}}
+        return Captured(**samples, pool=pool, config=config)
 
     return make

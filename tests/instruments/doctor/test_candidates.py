@@ -44,23 +44,22 @@ def searched(*rows, exact=()):
 
     def attempt(candidate):
         asked.append(candidate.message)
-        (left,) = candidate.inputs or (candidate.number.fitted(lambda other: torch.tensor([other])),)
-        value = None if candidate.number is None else left
+        (left,) = candidate.inputs
         return Tried(
             candidate=candidate, score=torch.tensor([left]), left=left, explains=left <= 0.5,
-            exact=candidate.message in exact, value=value,
+            exact=candidate.message in exact,
         )  # fmt: skip
 
-    return search(rows, attempt), asked
+    return search(rows, attempt, lambda other: torch.tensor([other])), asked
 
 
 def row(message, left, **options):
-    return Candidate(check="guidance", cause=message, message=message, inputs=(left,), **options)
+    return Candidate(cause=message, message=message, inputs=(left,), **options)
 
 
 def number(message, left, **options):
     found = Number(inputs=lambda value: value, starts=(left,), low=left, high=1.0)
-    return Candidate(check="guidance", cause=message, message=message, number=found, **options)
+    return Candidate(cause=message, message=message, number=found, **options)
 
 
 def names(tried):

@@ -16,9 +16,8 @@ from flowcorr.models import load_family
 
 @pytest.mark.parametrize("convention", CONVENTIONS, ids=lambda convention: convention.name)
 def test_conventions_of_log_probs_are_told(convention, stack_of):
-    legs = Legs(stack_of())
-    elements = legs.noise[0, 0].numel()
-    claimed = convention.of(legs.square, legs.std, legs.step, elements)
+    window = Legs(stack_of()).window
+    claimed = convention.of(window.square, window.std, window.step, window.noise[0, 0].numel())
     given = torch.cat([claimed, claimed]).float()
     found = Legs(stack_of(log_probs=given))
     assert (found.convention, found.agrees) == (convention, True)
@@ -41,8 +40,8 @@ def test_sums_over_the_channels_of_packed_latents_are_told(tmp_path):
         max_sequence_length=8,
         log_probs=torch.zeros(2, 1),
     )
-    legs = Legs(Stack(family, samples))
-    by_channel = 16 * CONVENTIONS[0].of(legs.square, legs.std, legs.step, 24 * 16)
+    window = Legs(Stack(family, samples)).window
+    by_channel = 16 * CONVENTIONS[0].of(window.square, window.std, window.step, 24 * 16)
     found = Legs(Stack(family, dataclasses.replace(samples, log_probs=by_channel.float()))).convention
     assert found is not None
     assert found.times == 16

@@ -13,8 +13,14 @@ from flowcorr.instruments.doctor.legs import Legs
 POOL = ["cat", "dog", "sun", "bee"]
 
 
+def scores_of(stack):
+    """The log-probs of the window with the inputs of the stack."""
+    window = Legs(stack).window
+    return MEAN.of(window.square, window.std, window.step, window.noise[0, 0].numel())
+
+
 def findings(stack):
-    return examine_inputs(stack, Legs(stack), POOL)
+    return examine_inputs(Legs(stack), POOL)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +47,7 @@ def test_what_was_captured_wrongly(changes, check, cause, confidence, stack_of):
 def test_prompts_of_other_samples_are_found_in_a_run_of_many_prompts(stack_of):
     stack = stack_of(prompts=("dog", "cat", "sun", "bee") * 2)
     many = [f"prompt {number}" for number in range(40)]
-    assert examine_inputs(stack, Legs(stack), many)["embeddings"].cause == "wrong_prompt"
+    assert examine_inputs(Legs(stack), many)["embeddings"].cause == "wrong_prompt"
 
 
 @pytest.mark.system
@@ -50,7 +56,7 @@ def test_a_prompt_that_was_not_captured_leaves_a_likely_cause(stack_of):
     assert found["embeddings"].cause == "wrong_prompt"
     assert found["embeddings"].numbers["confidence"] == "certain"  # both are in the pool
     stack = stack_of(prompts=("dog", "owl", "sun", "bee") * 2)
-    named = examine_inputs(stack, Legs(stack), ["dog", "owl"])["embeddings"]
+    named = examine_inputs(Legs(stack), ["dog", "owl"])["embeddings"]
     assert (named.cause, named.numbers["confidence"]) == ("wrong_prompt", "likely")
 
 
@@ -81,9 +87,7 @@ def test_a_trainer_that_scores_otherwise_is_told_from_an_engine_that_samples_oth
     stack = stack_of()
     assert examine_trainer(stack, own, POOL).level == "healthy"
     scored = stack_of(noise_level=0.75)
-    legs = Legs(scored)
-    claimed = MEAN.of(legs.square, legs.std, legs.step, legs.noise[0, 0].numel())
-    found = examine_trainer(stack, claimed, POOL)
+    found = examine_trainer(stack, scores_of(scored), POOL)
     assert (found.cause, found.numbers["side"]) == ("noise_level", "trainer")
     assert found.numbers["fitted"] == pytest.approx(0.75, rel=1e-4)
     newer = own + 1e-2 * torch.randn(own.shape, generator=torch.Generator().manual_seed(0))
@@ -103,7 +107,5 @@ def test_a_trainer_with_other_inputs_in_the_window_is_named(change, cause, stack
     """Of no guidance, its window alone does not tell that of the first steps from that of all."""
     scored, stack = stack_of(), stack_of()
     scored.captured = replace(scored.captured, **change(scored.family))
-    legs = Legs(scored)
-    claimed = MEAN.of(legs.square, legs.std, legs.step, legs.noise[0, 0].numel())
-    found = examine_trainer(stack, claimed, POOL)
+    found = examine_trainer(stack, scores_of(scored), POOL)
     assert (found.cause, found.numbers["side"]) == (cause, "trainer")

@@ -30,7 +30,7 @@ def test_a_finding_has_its_check_as_its_cause_unless_it_names_another():
     assert (of_check("noise", plain).cause, of_check("noise", plain).numbers) == ("noise", {"limit": 1.0})
     assert plain.numbers == {"limit": 1.0}
     named = of_check("noise", named)
-    assert (named.cause, named.numbers) == ("noise_reused", {"check": "noise"})
+    assert (named.cause, named.numbers) == ("noise_reused", {"check": "noise", "confidence": "certain"})
 
 
 @pytest.mark.parametrize("finding", [skipped("m"), warned("m", "r", value=1.0)])

@@ -98,7 +98,7 @@ def test_both_in_float32_comes_back_after_an_error(small_run):
     run = small_run(model={"dtype": "bfloat16"}, rollout={"emulate": "int8"})
 
     def fail_in_float32():
-        with precision.both_in_float32(run.actor, run.engine):
+        with precision.actor_in_float32(run.actor), run.engine.in_float32():
             assert run.actor.config.rollout.emulate == run.engine.config.emulate == "none"
             assert next(run.family.transformer.parameters()).dtype == torch.float32
             raise BackendError("died")

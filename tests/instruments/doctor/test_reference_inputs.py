@@ -5,7 +5,7 @@ import torch
 from tiny_pipelines import FLUX_SIZE, build_tiny_flux_kontext
 
 from flowcorr.config import ModelConfig
-from flowcorr.instruments.doctor.reference_inputs import placed, places, prepared, without_scaling
+from flowcorr.instruments.doctor.reference_inputs import placed, places, prepared
 from flowcorr.models import Guidance, load_family
 from tests.prompts import prompts_of
 
@@ -37,14 +37,6 @@ def test_latents_stand_for_images_that_are_not_known(family, prompts):
     others = prepared(family, (), own)
     assert "with red and blue exchanged" in others
     assert all(rows.shape == own.shape for rows in others.values())
-
-
-def test_a_vae_goes_without_its_scaling_meanwhile(family):
-    before = dict(family.pipeline.vae.config)
-    with without_scaling(family) as changed:
-        assert changed
-        assert (family.pipeline.vae.config.scaling_factor, family.pipeline.vae.config.shift_factor) == (1, 0)
-    assert dict(family.pipeline.vae.config) == before
 
 
 def test_places_of_references_alone_change_and_come_back(family, prompts):

@@ -274,3 +274,5 @@ CHECKS: Sequence[Check] = (
 """In the order of execution."""
 CAUSES = {cause: meaning for check in CHECKS for cause, meaning in check.causes.items()}
 """What each cause means that a check of captured samples names; that of another finding is its check."""
+CHECK_OF = {cause: check.name for check in CHECKS for cause in check.causes}
+"""The check of captured samples that names a cause."""

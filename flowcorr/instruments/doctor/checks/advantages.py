@@ -40,5 +40,4 @@ def check_captured_advantages(captured: Captured) -> Finding:
         f"advantages are not centred, so that the update pushes all samples one way; {evidence}",
         "subtract the mean reward of the group, after all rewards are final",
         cause="advantages_not_centred",
-        confidence="certain",
     )

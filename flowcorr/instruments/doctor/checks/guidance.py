@@ -49,7 +49,7 @@ def _distilled(exam: Exam, key: str, configured: float) -> Finding:
     """Try the usual scales: guidance is an input of the transformer."""
     rows: list[Candidate[Means]] = [
         Candidate(
-            check="guidance",
+            cause="guidance",
             message=f"{key}={scale:.3g} instead of {configured:g}",
             numbers={"value": scale},
             inputs=(partial(_guided, exam, key, scale),),

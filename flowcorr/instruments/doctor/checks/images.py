@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from flowcorr.instruments.doctor.candidates import Candidate, Number, Tried, bes
 from flowcorr.instruments.doctor.captured import Captured
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import failed, judged, passed, skipped, warned
+from flowcorr.instruments.doctor.vae_numbers import configured, scalings
 from flowcorr.models import DTYPES, ModelFamily
 from flowcorr.questions.images import image_gaps
 from flowcorr.questions.question import IMAGES_REMEDY
@@ -167,7 +167,13 @@ def check_captured_images(captured: Captured) -> Finding:
             return skipped(f"cannot tell: images of different samples are alike; {evidence}", samples=samples)
         return passed(f"the images are those of their latents; {evidence}", samples=samples)
     bad = own > 1
-    origin = best(search(_origins(captured, final, decoded, images), partial(_tried, images, limit, bad)))
+    origin = best(
+        search(
+            _origins(captured, final, decoded, images),
+            partial(_tried, images, limit, bad),
+            lambda made: (made().double() - images).flatten(1),
+        )
+    )
     if origin is None:
         return warned(
             f"the images are not those of their latents, and cannot tell why; {evidence}",
@@ -177,8 +183,7 @@ def check_captured_images(captured: Captured) -> Finding:
         )
     count = int(((origin.score <= 1) & bad).sum())
     return failed(
-        f"{origin.candidate.message.format(value=origin.value)}; {evidence}; with this undone {count} of "
-        f"{int(bad.sum())} agree",
+        f"{origin.candidate.message}; {evidence}; with this undone {count} of {int(bad.sum())} agree",
         origin.candidate.remedy,
         cause=origin.candidate.cause,
         confidence="certain" if count == int(bad.sum()) else "likely",
@@ -195,12 +200,7 @@ def _tried(images: Tensor, limit: float, bad: Tensor, candidate: Candidate[Origi
         bad: `[n]` bool, the images that are not those of their latents.
         candidate: makes images in the same order, or of which each captured one may be any.
     """
-    number, value = candidate.number, None
-    if number is None:
-        (origin,) = candidate.inputs
-    else:
-        value = number.fitted(lambda made: (made().double() - images).flatten(1))
-        origin = number.inputs(value)
+    (origin,) = candidate.inputs
     table = _distances(origin(), images) / limit
     score = table.diag() if candidate.whole else table.amin(0)
     explained = (score <= 1) & bad
@@ -211,7 +211,6 @@ def _tried(images: Tensor, limit: float, bad: Tensor, candidate: Candidate[Origi
         left=float(score[bad].mean()),
         explains=every or (not candidate.whole and bool(explained.any())),
         exact=every and not candidate.fitted,
-        value=value,
     )
 
 
@@ -220,8 +219,7 @@ def _origins(
 ) -> Iterator[Candidate[Origin]]:
     """List the origins that the images may have, if they are not the decoded ones."""
     family = captured.stack.family
-    origin: Callable[..., Candidate[Origin]] = partial(Candidate, check="images")
-    yield origin(
+    yield Candidate(
         cause="swapped_images",
         message="the images are those of other samples",
         remedy="keep images, latents and rewards of a batch in one order",
@@ -235,15 +233,15 @@ def _origins(
             known.append(_decode(family, past.reshape(-1, *final.shape[1:]).float().to(final.device)))
         same = [values for values in known if values.shape[1:] == images.shape[1:]]
         if same:
-            yield origin(
+            yield Candidate(
                 cause="images_of_step_before",
                 message=f"the images are those of training step {number}",
                 remedy="clear what holds the images before the next step samples",
                 inputs=(partial(torch.cat, same),),
                 whole=False,
             )
-    for words, changes in _scalings(family):
-        yield origin(
+    for words, changes in scalings(family):
+        yield Candidate(
             cause="decoder_unscaled",
             message=f"the latents were decoded {words}",
             remedy=_UNSCALE,
@@ -251,14 +249,14 @@ def _origins(
         )
     last = captured.stack.tensor("latents")
     if last is not None and captured.stack.steps[-1] == len(captured.stack.captured.timesteps) - 1:
-        yield origin(
+        yield Candidate(
             cause="decoded_early",
             message="the latents before the last step were decoded",
             remedy="decode the latents after the last step",
             inputs=(partial(_decode, family, last[:, -1]),),
         )
     offset = float((images - decoded).median())
-    yield origin(
+    yield Candidate(
         cause="images_changed",
         message=f"the images are brighter by {offset:.3g} grey levels than the decoder's",
         remedy=_UNCHANGED,
@@ -266,7 +264,7 @@ def _origins(
         fitted=True,
     )
     for quality in _QUALITIES if images.dim() == 4 else ():
-        yield origin(
+        yield Candidate(
             cause="images_changed",
             message=f"the images went through JPEG of quality {quality}",
             remedy=_UNCHANGED,
@@ -276,7 +274,7 @@ def _origins(
         ("channels_reversed", "red and blue of the images are exchanged", -1),
         ("flipped_images", "the images are upside down", -3),
     ):
-        yield origin(
+        yield Candidate(
             cause=cause,
             message=message,
             remedy="hand the reward images as the pipeline returns them",
@@ -284,7 +282,7 @@ def _origins(
         )
     own = getattr(family.pipeline.vae.config, "scaling_factor", None)
     if own:
-        yield origin(
+        yield Candidate(
             cause="decoder_unscaled",
             message=f"the latents were decoded with the scaling factor {{value:.4g}}, where the VAE has {own:.4g}",
             remedy=_UNSCALE,
@@ -299,7 +297,7 @@ def _origins(
 
 def _decode(family: ModelFamily, latents: Tensor, **changes: Any) -> Tensor:
     """The images of `latents` by the VAE, with other numbers in its configuration."""
-    with _configured(family, changes):
+    with configured(family, changes):
         return decode(family, latents)[0].cpu().float()
 
 
@@ -332,56 +330,3 @@ def _pixels(samples: ReplaySamples) -> Tensor:
 def _distances(decoded: Tensor, images: Tensor) -> Tensor:
     """Mean absolute differences `[decoded, images]` in grey levels."""
     return torch.stack([image_gaps(images, one) for one in decoded])
-
-
-def _scalings(family: ModelFamily) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Wrong uses of the VAE's scale and shift in words, and the numbers that its configuration has then."""
-    config = family.pipeline.vae.config
-    scale, shift = getattr(config, "scaling_factor", None), getattr(config, "shift_factor", None) or 0.0
-    if scale:
-        changed = {
-            "without the VAE's scaling and shift": (1.0, 0.0),
-            "without the VAE's scaling factor": (1.0, shift),
-            "without the VAE's shift": (scale, 0.0),
-            "with the VAE's scaling and shift applied twice": (scale**2, shift / scale + shift),
-            "with the VAE's scaling factor applied twice": (scale**2, shift),
-            "times the VAE's scaling factor, which divides them": (1 / scale, shift),
-            "with the VAE's shift subtracted": (scale, -shift),
-        }
-        names = ("scaling_factor", "shift_factor")
-        numbers = {words: dict(zip(names, values, strict=True)) for words, values in changed.items()}
-        own: dict[str, Any] = {"scaling_factor": scale, "shift_factor": shift}
-    elif getattr(config, "latents_std", None):
-        mean, std = list(config.latents_mean), list(config.latents_std)
-        own = {"latents_mean": mean, "latents_std": std}
-        zeros, ones = [0.0] * len(mean), [1.0] * len(std)
-        squares = [value**2 for value in std]
-        both = [shift * (1 + factor) for shift, factor in zip(mean, std, strict=True)]
-        numbers = {
-            "without the VAE's mean and std of latents": {"latents_mean": zeros, "latents_std": ones},
-            "without the VAE's std of latents": {"latents_mean": mean, "latents_std": ones},
-            "without the VAE's mean of latents": {"latents_mean": zeros, "latents_std": std},
-            "with the VAE's mean and std of latents applied twice": {
-                "latents_mean": both,
-                "latents_std": squares,
-            },
-            "divided by the VAE's std of latents, which multiplies them": {
-                "latents_mean": mean,
-                "latents_std": [1 / value for value in std],
-            },
-        }
-    else:
-        return
-    yield from ((words, changes) for words, changes in numbers.items() if changes != own)
-
-
-@contextmanager
-def _configured(family: ModelFamily, changes: Mapping[str, Any]) -> Iterator[None]:
-    """The VAE with other numbers in its configuration."""
-    vae = family.pipeline.vae
-    before = {name: getattr(vae.config, name, None) for name in changes}
-    vae.register_to_config(**changes)
-    try:
-        yield
-    finally:
-        vae.register_to_config(**before)

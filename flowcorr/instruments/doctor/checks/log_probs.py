@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from flowcorr import dumps, sde
-from flowcorr.health.finding import LEVELS, Finding
+from flowcorr.health.finding import Finding
 from flowcorr.instruments.doctor.captured import Captured
-from flowcorr.instruments.doctor.conventions import CONVENTIONS, MEAN, Convention
+from flowcorr.instruments.doctor.conventions import CONVENTIONS
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import failed, judged, passed
 from flowcorr.instruments.faults import diagnose
@@ -79,66 +79,30 @@ def _convention(exam: Exam, log_probs: Tensor) -> str | None:
 
 def _fits_actor(exam: Exam) -> bool:
     """Whether the engine's log-probs are closer to the actor's than to the ones that the returned means give."""
-    trial = exam.trials.base
-    by_actor = (trial.log_probs - trial.rollout.log_probs).abs().max()
-    return bool(by_actor < (_own_log_probs(exam) - trial.rollout.log_probs).abs().max() / 2)
-
-
-def _own_log_probs(exam: Exam) -> Tensor:
-    """The log-probs `[B, T]` that follow from the engine's own means, stds and latents."""
-    trial = exam.trials.base
-    window = trial.rollout.window
+    trial, window = exam.trials.base, exam.trials.base.rollout.window
     step = sde.Transition(trial.engine_means, trial.engine_stds, window.step_sizes)
-    return sde.log_prob(window.next_latents, step, cps_unscaled=exam.config.sampling.cps_unscaled)
+    by_means = sde.log_prob(window.next_latents, step, cps_unscaled=exam.config.sampling.cps_unscaled)
+    gap_to_actor, gap_to_means = (
+        (log_probs - trial.rollout.log_probs).abs().max() for log_probs in (trial.log_probs, by_means)
+    )
+    return bool(gap_to_actor < gap_to_means / 2)
 
 
 def check_captured_log_probs(captured: Captured) -> Finding | None:
-    replayed, convention = captured.replayed.get("log_probs"), captured.legs.convention
-    finding = (
-        None
-        if convention is None
-        else _of_convention(convention, captured.terms.get(captured.step), captured.step)
-    )
-    if replayed is None or finding is None:
-        return replayed or finding
-    # That they agree with the replay is told only where their convention is the expected one.
-    worse = LEVELS.index(replayed.level) <= LEVELS.index(finding.level)
-    return replayed if worse and replayed.level != "healthy" else finding
-
-
-def _of_convention(convention: Convention, terms: Path | None, step: int) -> Finding | None:
     """The finding on the convention of log-probs; None for the expected one."""
-    if convention == MEAN:
+    convention, terms = captured.legs.convention, captured.terms.get(captured.step)
+    replayed = captured.replayed.get("log_probs")
+    if convention is None or not convention.cause:
         return None
-    if convention.per_step or convention.times > 1:
-        return failed(
-            f"they are {convention.name}, where means of a density are expected; no other convention is as close to "
-            "the replay",
-            "take s = std_dev_t * sqrt(-dt) in the score, as the step that drew the noise has it"
-            if convention.per_step
-            else "take mean() over all axes but the batch's",
-            cause="log_probs_std" if convention.per_step else "log_probs_summed",
-            confidence="certain",
-        )
-    if convention.scaled and not convention.summed:
-        shift = "" if terms is None else _shared_shift(terms, step)
+    if replayed is not None and replayed.level == "serious":  # other inputs, under which some fit by chance
+        return None
+    differ = "where means of a density are expected; no other convention is as close to the replay"
+    if convention.cause == "log_probs_normaliser":
+        shift = "" if terms is None else _shared_shift(terms, captured.step)
         if not shift:
             return passed(f"they are {convention.name}, which cancels in every ratio of two that lack it")
-        return failed(
-            f"they are {convention.name}, and the trainer's are not; {shift}",
-            "add these terms to the engine's log-probs, or leave them out of the trainer's",
-            cause="log_probs_normaliser",
-            confidence="certain",
-        )
-    return failed(
-        f"they are {convention.name}, where means of a density are expected; no other convention is as close to the "
-        "replay",
-        "take mean() over the latent in place of sum()"
-        if convention.summed
-        else "divide by 2 s^2, or read clip ranges and gaps in that unit",
-        cause=f"log_probs_{'summed' if convention.summed else 'unscaled'}",
-        confidence="certain",
-    )
+        differ = f"and the trainer's are not; {shift}"
+    return failed(f"they are {convention.name}, {differ}", convention.remedy, cause=convention.cause)
 
 
 def _shared_shift(terms: Path, step: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 
@@ -11,9 +10,10 @@ from torch import Tensor
 
 from flowcorr.health.finding import Finding
 from flowcorr.instruments.doctor.captured import Captured
-from flowcorr.instruments.doctor.exam import Exam, rms
+from flowcorr.instruments.doctor.conventions import Convention
+from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import failed, judged, passed, skipped
-from flowcorr.instruments.doctor.legs import Legs
+from flowcorr.instruments.doctor.legs import Window
 from flowcorr.instruments.doctor.stack import Stack
 from flowcorr.instruments.doctor.trials import Trial
 from flowcorr.instruments.stored import stored_in
@@ -23,11 +23,13 @@ from flowcorr.questions.noise import moments
 from flowcorr.questions.normal import Moment, beyond, ranges
 from flowcorr.questions.question import ERRORS, LATENTS, LOG_PROBS, STEP_NOISE
 from flowcorr.records import Rollout
+from flowcorr.rollout.precision import LARGEST_DISTANCE
 
 FALSE_ALARMS = 1e-6  # probability that `check_noise` fails by chance
 NOISE_GAP = 0.05  # rms; latents have unit scale, and different noise gives 0.9 or more
 SHAPE_GAP = 1e-3  # rms; 3e-7 in float32 (2e-6 under guidance), .002 in bfloat16; lower precision allows more
 SHARED = 0.5  # correlation above which two captured draws are one
+_SEEDED = "seed the noise by training step, prompt and member"
 
 
 def check_noise(exam: Exam) -> Finding:
@@ -149,7 +151,7 @@ def _trajectory_gap(rollout: Rollout, other: Rollout) -> float:
     """Root mean square difference of the latents of both windows."""
     one, two = rollout.window, other.window
     before, after = one.latents - two.latents, one.next_latents - two.next_latents
-    return rms(torch.stack([before, after]))
+    return float(torch.stack([before, after]).double().square().mean().sqrt())
 
 
 def _rows(noise: Tensor) -> Tensor:
@@ -157,10 +159,15 @@ def _rows(noise: Tensor) -> Tensor:
     return noise.flatten(2).flatten(0, 1)
 
 
+def _correlations(rows: Tensor, others: Tensor) -> Tensor:
+    """`[N, M]` between rows of noise `[N, D]` and `[M, D]`."""
+    unit, other = (noise / noise.norm(dim=1, keepdim=True).clamp(min=1e-30) for noise in (rows, others))
+    return unit @ other.T
+
+
 def largest_correlation(noise: Tensor) -> tuple[float, tuple[int, int]]:
     """The correlation farthest from 0 between two rows of `noise` `[N, D]`, and these rows."""
-    unit = noise / noise.norm(dim=1, keepdim=True).clamp(min=1e-30)
-    correlations = (unit @ unit.T).fill_diagonal_(0)
+    correlations = _correlations(noise, noise).fill_diagonal_(0)
     first, second = divmod(int(correlations.abs().argmax()), len(noise))
     return float(correlations[first, second].clamp(-1, 1)), (first, second)
 
@@ -183,109 +190,97 @@ def check_captured_noise(captured: Captured) -> Finding:
     noise = stack.tensor("initial_noise")
     assert noise is not None, "`Stack` has checked it"
     flat = noise.flatten(1).cpu().double()
-    remedy = "seed the noise by training step, prompt and member"
     prompts = stack.samples.prompts
     for number, samples in captured.earlier.items():
         past = samples.tensors()["initial_noise"].flatten(1).double()
-        if past.shape[1] == flat.shape[1] and (pair := _same_rows(flat, past)):
+        if past.shape[1] == flat.shape[1] and (again := _alike(flat, past).any(1)).any():
             return failed(
-                f"the initial noise is that of training step {number}; of {pair} of {len(flat)} samples",
-                remedy,
+                f"the initial noise is that of training step {number}; of {int(again.sum())} of {len(flat)} samples",
+                _SEEDED,
                 cause="noise_reused",
-                confidence="certain",
                 drawn_at_step=number,
             )
-    twins = [
-        pair for pair in itertools.combinations(range(len(flat)), 2) if _alike(flat[pair[0]], flat[pair[1]])
-    ]
-    strange = [pair for pair in twins if prompts[pair[0]] != prompts[pair[1]]]
+    twins = _alike(flat, flat).triu(1)
+    strange = [(left, right) for left, right in twins.nonzero().tolist() if prompts[left] != prompts[right]]
     if strange:
         pairs = ", ".join(f"{left} and {right}" for left, right in strange)
         return failed(
             f"samples of different prompts begin with the same noise; samples {pairs}",
-            remedy,
+            _SEEDED,
             cause="noise_reused",
-            confidence="certain",
         )
-    again = {right for _, right in twins}  # the noise of an earlier sample, which tells nothing more
-    drawn = flat[[row for row in range(len(flat)) if row not in again]]
+    drawn = flat[~twins.any(0)]  # the noise of an earlier sample tells nothing more
     values = Metrics(moments(drawn)).compute()
     errors, _, text = _worst_moment(values, drawn.numel())
     if not errors <= ERRORS:
         return failed(
             f"the initial noise {text}, {errors:.3g} standard errors off; mean {values['mean']:.3g}, std "
             f"{values['std']:.4g}",
-            remedy,
+            _SEEDED,
             cause="noise_scale",
-            confidence="certain",
         )
-    legs = captured.legs
-    judged_steps = legs.agrees and not _num_at_bound(stack)  # what was clamped is no longer the noise
-    shared = _shared_by_steps(legs) if judged_steps else None
-    if shared is not None:
+    message = "standard normal, and drawn once"
+    if twins.any():
+        message += "; samples of one prompt begin with the same noise"
+    window = captured.legs.window
+    if window is None or not captured.legs.agrees or _num_at_bound(stack):  # what was clamped is no noise
+        message += (
+            "; noise of the window's steps is not judged, since its replay differs or was not made, or its "
+        )
+        message += "latents were clamped"
+    elif (finding := _of_steps(window, captured.legs.convention)) is not None:
+        return finding
+    return passed(f"{message}; initial noise: mean {values['mean']:.2g}, std {values['std']:.4g}")
+
+
+def _of_steps(window: Window, convention: Convention | None) -> Finding | None:
+    """The finding on the noise of the window's steps; None where it is standard normal, or not known well enough."""
+    flat = window.noise.flatten(2).flatten(0, 1).cpu()
+    shared = _alike(flat, flat).triu(1).nonzero().tolist()
+    if shared:
+        left, right = shared[0]
         return failed(
-            f"steps of the window share their noise; terms {shared[0]} and {shared[1]}",
-            remedy,
+            f"steps of the window share their noise; terms {left} and {right}",
+            _SEEDED,
             cause="noise_reused",
-            confidence="certain",
         )
-    told = "; samples of one prompt begin with the same noise" if twins else ""
-    if not judged_steps:
-        told += "; noise of the window's steps is not judged, since its replay differs or was not made, or its latents "
-        told += "were clamped"
-    elif legs.convention is not None and len(
-        legs.told_noise[0]
-    ):  # else its spread is that of the noise level
-        noise, gap = legs.told_noise
-        of_steps = Metrics(moments(noise)).compute()
-        errors, _, text = _worst_moment(of_steps, noise.numel(), gap)
-        if not errors <= ERRORS:
-            return failed(
-                f"the noise of the window's steps {text}, {errors:.3g} standard errors off; log-probs agree with the "
-                "replay, so that their mean and std are right",
-                "add s times standard normal noise to the step's mean",
-                cause="noise_scale",
-                confidence="certain",
-            )
-    return passed(
-        f"standard normal, and drawn once{told}; initial noise: mean {values['mean']:.2g}, std {values['std']:.4g}"
+    told = window.distance <= LARGEST_DISTANCE  # rounding does not hide its noise
+    if convention is None or not told.any():  # without log-probs its spread is that of the noise level
+        return None
+    noise, gap = window.noise[told], float(window.distance[told].square().mean().sqrt())
+    errors, _, text = _worst_moment(Metrics(moments(noise)).compute(), noise.numel(), gap)
+    if errors <= ERRORS:
+        return None
+    return failed(
+        f"the noise of the window's steps {text}, {errors:.3g} standard errors off; log-probs agree with the replay, "
+        "so that their mean and std are right",
+        "add s times standard normal noise to the step's mean",
+        cause="noise_scale",
     )
 
 
 def check_captured_latents(captured: Captured) -> Finding | None:
-    values = captured.stack.samples.tensors().get("next_latents")
-    if values is None or stored_in(values) is not None:
+    values, count = captured.stack.samples.tensors().get("next_latents"), _num_at_bound(captured.stack)
+    if values is None or count is None:
         return None
     largest = float(values.abs().max())
-    if count := _num_at_bound(captured.stack):
+    if count:
         return failed(
             f"latents after the window's steps were clamped to {largest:.4g}: {count} elements have exactly this size",
             LATENTS.remedy,
             cause="latents_clamped",
-            confidence="certain",
         )
     return passed(f"latents were not clamped; the largest is {largest:.3g}")
 
 
-def _num_at_bound(stack: Stack) -> int:
-    """Number of clamped elements in the latents after the window's steps; 0 if rounding hides it."""
+def _num_at_bound(stack: Stack) -> int | None:
+    """Number of clamped elements in the latents after the window's steps; None if rounding hides it."""
     values = stack.samples.tensors().get("next_latents")
     if values is None or stored_in(values) is not None:
-        return 0
+        return None
     return int(at_bound(values.flatten(2).flatten(0, 1)).sum())
 
 
-def _shared_by_steps(legs: Legs) -> tuple[int, int] | None:
-    """Two steps of the window with one noise."""
-    flat = legs.noise.flatten(2).cpu().flatten(0, 1)
-    pairs = itertools.combinations(range(len(flat)), 2)
-    return next(((left, right) for left, right in pairs if _alike(flat[left], flat[right])), None)
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two draws are one, or nearly."""
-    return float(torch.nn.functional.cosine_similarity(one, other, dim=0)) > SHARED
-
-
-def _same_rows(flat: Tensor, past: Tensor) -> int:
-    return sum(any(_alike(row, other) for other in past) for row in flat)
+def _alike(rows: Tensor, others: Tensor) -> Tensor:
+    """`[N, M]` bool, whether two draws are one, or nearly."""
+    return _correlations(rows, others) > SHARED

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flowcorr.health.finding import Finding
 from flowcorr.instruments.doctor.exam import Exam, largest_gap
 from flowcorr.instruments.doctor.findings import failed, judged, passed
-from flowcorr.instruments.doctor.other_inputs import explanation
+from flowcorr.instruments.doctor.other_inputs import explanation, named
 from flowcorr.instruments.doctor.trials import REFERENCES
 from flowcorr.instruments.gap_words import percent
 
@@ -44,15 +44,17 @@ def check_embeddings(exam: Exam) -> Finding:
 def explained(exam: Exam, check: str) -> Finding | None:
     """A failure if other inputs explain the gap, and this check is the one that asks about them."""
     reason = explanation(exam)
-    if reason is None or reason.candidate.check != check:
+    if reason is None or reason.evidence is None or reason.candidate.cause != check:
         return None
-    some = len(reason.samples) < reason.num_samples
+    text = f"the steps fit {reason.candidate.message}, {reason.evidence.text}"
+    samples, count = exam.trials.base.samples_off(), exam.trials.base.rollout.num_samples
+    some = len(samples) < count
     return failed(
-        reason.text,
+        f"{text}; it is {named(samples)} of {count} alone" if some else text,
         REMEDIES[check],
         value=reason.evidence.value,
         limit=reason.evidence.threshold,
-        samples=list(reason.samples) if some else None,
+        samples=samples if some else None,
         **reason.candidate.numbers,
     )
 

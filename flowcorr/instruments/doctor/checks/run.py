@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from flowcorr.health.finding import Finding
+from flowcorr.health.finding import LEVELS, Finding
 from flowcorr.instruments.doctor.captured import Captured
 from flowcorr.instruments.doctor.checks import CAUSES, CHECKS
 from flowcorr.instruments.doctor.checks.adapter import check_adapter
@@ -53,17 +53,6 @@ from flowcorr.questions.question import (
 )
 
 
-def _of_replay(check: str) -> Callable[[Captured], Finding | None]:
-    """A check that returns the replay's finding by this name; the replay examines all legs and inputs together."""
-    return lambda captured: captured.replayed.get(check)
-
-
-def _captured_noise(captured: Captured) -> Finding:
-    """That of the noise, which is at hand, before that of the replay, which infers it."""
-    finding = check_captured_noise(captured)
-    return finding if finding.level == "serious" else captured.replayed.get("noise", finding)
-
-
 def _of_question(question: Question) -> Callable[[Exam], Finding]:
     """A check that asks the question of both trials, as a training step asks it of its batch."""
 
@@ -110,21 +99,14 @@ OF_TRIALS: Mapping[str, Callable[[Exam], Finding | None]] = {
 OF_CAPTURED: Mapping[str, Callable[[Captured], Finding | None]] = {
     "schedule": check_captured_schedule,
     "latent_dtype": check_captured_latents,
-    "transition": _of_replay("transition"),
-    "before": _of_replay("before"),
     "log_probs": check_captured_log_probs,
-    "between": _of_replay("between"),
-    "after": _of_replay("after"),
-    "noise": _captured_noise,
-    "embeddings": _of_replay("embeddings"),
-    "guidance": _of_replay("guidance"),
-    "lora": _of_replay("lora"),
+    "noise": check_captured_noise,
     "images": check_captured_images,
     "trainer": lambda captured: captured.trained,
     "reward": check_captured_reward,
     "advantages": check_captured_advantages,
 }
-"""By check; a function returns None where it found nothing to look at."""
+"""By check; a function returns None where it found nothing to look at. The replay has findings of the other checks."""
 
 
 def check_trials(exam: Exam) -> dict[str, Finding]:
@@ -147,11 +129,19 @@ def check_trials(exam: Exam) -> dict[str, Finding]:
 
 
 def check_captured(captured: Captured) -> dict[str, Finding]:
-    """The findings by check, in the order of `CHECKS`."""
-    findings = {
-        check.name: OF_CAPTURED[check.name](captured) for check in CHECKS if check.name in OF_CAPTURED
-    }
-    return {name: _named(name, finding) for name, finding in findings.items() if finding is not None}
+    """The findings by check, in the order of `CHECKS`.
+
+    The replay examines all legs and inputs together. Where a check of the captured values and the replay both have a
+    finding, it is the worse one; of equal ones the check's, since the replay infers its own.
+    """
+    findings: dict[str, Finding] = {}
+    for check in CHECKS:
+        own = OF_CAPTURED[check.name](captured) if check.name in OF_CAPTURED else None
+        both = [finding for finding in (own, captured.replayed.get(check.name)) if finding is not None]
+        if both:
+            worst = min(both, key=lambda finding: LEVELS.index(finding.level))
+            findings[check.name] = _named(check.name, worst)
+    return findings
 
 
 def _named(check: str, finding: Finding) -> Finding:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,16 +34,12 @@ _TABLES: tuple[Spacing, ...] = ("pipeline", "equal steps")
 
 
 def check_captured_schedule(captured: Captured) -> Finding:
-    finding = _compared(captured.stack)
-    return finding if finding.level == "serious" else captured.replayed.get("schedule", finding)
-
-
-def _compared(stack: Stack) -> Finding:
-    captured = stack.samples.tensors().get("sigmas")
-    if captured is None or stack.own is None:
+    stack = captured.stack
+    given = stack.samples.tensors().get("sigmas")
+    if given is None or stack.own is None:
         return skipped("cannot tell", "capture sigmas")
     own = torch.tensor(stack.own.sigmas, dtype=torch.float64)
-    sigmas = captured.double()
+    sigmas = given.double()
     gap = float((sigmas - own).abs().max())
     equal_steps = _table(stack, "equal steps")
     if gap <= SIGMAS.limit:
@@ -55,42 +50,38 @@ def _compared(stack: Stack) -> Finding:
             f"the pipeline's by {gap:.2g}",
             sigma_gap=gap,
         )
-    named = best(search(_schedules(stack, sigmas, own), partial(_tried, sigmas)))
-    cause, message = "other_schedule", "the schedule is another than the model's own"
-    numbers: dict[str, Any] = {}
-    if named is not None:
-        cause, message = named.candidate.cause, named.candidate.message.format(value=named.value)
-        numbers = {**named.candidate.numbers, **({} if named.value is None else {"fitted": named.value})}
+    named = best(
+        search(_schedules(stack, sigmas, own), partial(_tried, sigmas), lambda table: table - sigmas)
+    )
+    unknown: Candidate[Tensor] = Candidate(
+        cause="other_schedule", message="the schedule is another than the model's own"
+    )
+    other = unknown if named is None else named.candidate
     return failed(
-        f"{message}; sigmas differ by {gap:.2g} at most: captured {_row(sigmas)}, the model's own {_row(own)}",
+        f"{other.message}; sigmas differ by {gap:.2g} at most: captured {_row(sigmas)}, the model's own {_row(own)}",
         f"{SIGMAS.remedy}; keep this schedule only if it is meant",
-        cause=cause,
+        cause=other.cause,
         confidence="likely" if named is None else "certain",
         sigma_gap=gap,
-        **numbers,
+        **other.numbers,
     )
 
 
 def _tried(sigmas: Tensor, candidate: Candidate[Tensor]) -> Tried[Tensor]:
     """The differences of the captured sigmas `[N + 1]` from those of a candidate."""
-    number, value, tables = candidate.number, None, candidate.inputs
-    if number is not None:
-        value = number.fitted(lambda table: table - sigmas)
-        tables = (number.inputs(value),)
-    score = torch.stack([(table - sigmas).abs() for table in tables])
+    score = torch.stack([(table - sigmas).abs() for table in candidate.inputs])
     left, place = score.amax(1).min(0)
     return Tried(
         candidate=candidate,
         score=score[place],
         left=float(left),
         explains=float(left) <= SIGMAS.limit,
-        value=value,
     )
 
 
 def _schedules(stack: Stack, sigmas: Tensor, own: Tensor) -> Iterator[Candidate[Tensor]]:
     """Schedules that may have been used in place of the model's own; each table is `[N + 1]`, float64."""
-    schedule_of: Callable[..., Candidate[Tensor]] = partial(Candidate, check="schedule", about="schedule")
+    schedule_of: Callable[..., Candidate[Tensor]] = partial(Candidate, about="schedule")
     for dtype in (torch.float16, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         yield schedule_of(

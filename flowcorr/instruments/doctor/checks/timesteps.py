@@ -71,7 +71,7 @@ def _unreturned(exam: Exam, returned: Tensor) -> Finding | None:
 def _fed(exam: Exam, trial: Trial, name: str, timesteps: Tensor) -> Candidate[Means]:
     window = replace(trial.rollout.window, timesteps=timesteps)
     means = partial(score_means, exam.actor, replace(trial.rollout, window=window))
-    return Candidate(check="timesteps", message=name, inputs=(means,))
+    return Candidate(cause="timesteps", message=name, inputs=(means,))
 
 
 def _exact(exam: Exam) -> Tensor:

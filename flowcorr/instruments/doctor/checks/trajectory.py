@@ -15,33 +15,20 @@ from flowcorr.rollout.precision import decoder_dtype
 
 
 def check_finite(exam: Exam) -> Finding:
-    trials = exam.trials
+    config, trials = exam.config, exam.trials
     for trial in (trials.base, trials.bare, trials.moved):
-        for who, tensors in (
-            (
-                "engine",
-                (
-                    trial.rollout.window.latents,
-                    trial.rollout.window.next_latents,
-                    *([] if trial.rollout.final_latents is None else [trial.rollout.final_latents]),
-                    trial.engine_means,
-                    trial.rollout.log_probs,
-                ),
-            ),
-            ("actor", (trial.means, trial.log_probs)),
+        window, final = trial.rollout.window, trial.rollout.final_latents
+        of_engine = [window.latents, window.next_latents, trial.engine_means, trial.rollout.log_probs]
+        of_engine += [] if final is None else [final]
+        for side, tensors, dtype in (
+            ("engine", of_engine, f"rollout.dtype={config.rollout.dtype}"),
+            ("actor", [trial.means, trial.log_probs], f"model.dtype={config.model.dtype}"),
         ):
             if not all(bool(tensor.isfinite().all()) for tensor in tensors):
-                config = exam.config
-                dtype = (
-                    f"rollout.dtype={config.rollout.dtype}"
-                    if who == "engine"
-                    else f"model.dtype={config.model.dtype}"
-                )
                 return failed(
-                    f"the {who} returns values that are not finite",
-                    remedy=f"{overflow('its weights are damaged', dtype)}: check the model's files and the "
-                    "adapter",
-                    side=who,
+                    f"the {side} returns values that are not finite",
+                    f"{overflow('its weights are damaged', dtype)}: check the model's files and the adapter",
+                    side=side,
                 )
         undecoded = trial.rollout.finite_images
         if undecoded is not None and not bool(undecoded.all()):
@@ -49,7 +36,7 @@ def check_finite(exam: Exam) -> Finding:
             return failed(
                 f"the engine's latents are finite, and the pixels decoded from them are not: {len(bad)} of "
                 f"{len(undecoded)} images, the first is that of sample {bad[0]}",
-                remedy=overflow("the weights of its VAE are damaged", decoder_dtype(exam.config))
+                remedy=overflow("the weights of its VAE are damaged", decoder_dtype(config))
                 + ": check the model's files",
                 images=len(undecoded),
                 not_finite=len(bad),
@@ -78,42 +65,29 @@ def check_window(exam: Exam) -> Finding:
     rollout, sampling = exam.trials.base.rollout, exam.config.sampling
     low, high = sampling.sde_window_range
     indices, size = rollout.window.step_indices, sampling.sde_window_size
-    remedy = WINDOWS.remedy
     wrong = indices != (rows := exam.trials.base.places)
     if bool(wrong.any()):
         step_index, sigma_of = int(indices[wrong][0]), int(rows[wrong][0])
         return failed(
             f"a step has index {step_index}, but the sigma of step {sigma_of}",
-            remedy=remedy,
+            WINDOWS.remedy,
             step_index=step_index,
             sigma_of=sigma_of,
         )
-    consecutive = sampling.sde_window_layout == "consecutive"
-    kind = "consecutive" if consecutive else "ascending"
-    gaps = indices.diff(dim=1)
-    fits = indices.shape[1] == size and bool(((gaps == 1) if consecutive else (gaps > 0)).all())
-    if not fits or int(indices.min()) < low or int(indices.max()) >= high:
-        windows = sorted({tuple(row) for row in indices.tolist()})
-        return failed(
-            f"the SDE windows {windows} are not {size} {kind} steps within [{low}, {high})",
-            remedy=remedy,
-            windows=windows,
-            range=[low, high],
-        )
-    of_prompts = indices.unflatten(0, (exam.trials.num_prompts, -1))
-    if sampling.window_per == "group" and bool((of_prompts != of_prompts[:, :1]).any()):
-        return failed("the images of one prompt have different windows", remedy=remedy)
+    kind = "consecutive" if sampling.sde_window_layout == "consecutive" else "ascending"
+    steps = f"{size} {kind} steps within [{low}, {high})"
     for compared in (exam.trials.base, exam.trials.moved):
         window, asked = compared.rollout.window.step_indices.tolist(), compared.windows.tolist()
         others = compared.other_windows.nonzero().flatten().tolist()
         if others:
             return failed(
-                f"{len(others)} of {len(asked)} samples have other SDE windows than their seeds give: sample "
+                f"{len(others)} of {len(asked)} samples have other SDE windows than their seeds give, {steps}: sample "
                 f"{others[0]} has the steps {window[others[0]]} instead of {asked[others[0]]}",
-                remedy=remedy,
+                WINDOWS.remedy,
                 samples_off=len(others),
+                range=[low, high],
             )
-    return passed(f"windows are {size} {kind} steps within [{low}, {high})")
+    return passed(f"windows are {steps}")
 
 
 def check_samples(exam: Exam) -> Finding:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 from flowcorr.health.finding import Finding
@@ -99,14 +99,15 @@ def check_weights(exam: Exam) -> Finding:
             f"; the engine's are {1 - by_length.factor:.4g} times the actor's, which is {percent(by_length.share)} of "
             "the gap"
         )
-    errors = None if gap <= NO_GAP else _errors(exam)
-    if errors is not None and errors.engine > ROUNDING_FAIL * errors.actor:
+    off_float32 = None if gap <= NO_GAP else _gaps_to_float32(exam)
+    if off_float32 is not None and off_float32[0] > ROUNDING_FAIL * off_float32[1]:
+        engine, actor = off_float32
         return failed(
-            f"{message}. The engine's are {percent(errors.engine)} from the actor's in float32, and rounding takes "
-            f"the actor's own only {percent(errors.actor)} from there",
+            f"{message}. The engine's are {percent(engine)} from the actor's in float32, and rounding takes "
+            f"the actor's own only {percent(actor)} from there",
             "compare model.path, revision and variant of both stacks, and the engine's layers: rounding does not "
             "explain this gap",
-            value=errors.engine / errors.actor,
+            value=engine / actor,
             limit=ROUNDING_FAIL,
             **numbers,
         )
@@ -150,16 +151,10 @@ def _remedy(exam: Exam, *, coarse: bool, side: str) -> str:
     return remedy if guided else f"{remedy}; guidance in the engine alone has the same effect"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Errors:
-    """How far both velocities are from the actor's in float32, as a share of it."""
+def _gaps_to_float32(exam: Exam) -> tuple[float, float] | None:
+    """Velocity gaps of the engine and of the actor to the actor in float32, as shares of its velocity.
 
-    engine: float
-    actor: float
-
-
-def _errors(exam: Exam) -> _Errors | None:
-    """Rounding errors of both sides; None if the actor does not round, weights are coarse, or memory is short.
+    None if the actor does not round, weights are coarse, or memory is short.
 
     Two stacks of one precision round alike, but differently. So the actor's own error measures what the engine's may
     be, on this model, these prompts and this guidance.
@@ -172,10 +167,8 @@ def _errors(exam: Exam) -> _Errors | None:
     guidance = actor.guidance  # as both stacks computed with it: its rounding is no error of either
     with actor.weights.swapped(exam.trials.bare_weights.tensors), precision.actor_in_float32(actor):
         exact = score_means(actor, rollout, guidance=guidance)
-    return _Errors(
-        engine=velocity_gap(trial.engine_means, exact, trial.still),
-        actor=velocity_gap(trial.means, exact, trial.still),
-    )
+    engine = velocity_gap(trial.engine_means, exact, trial.still)
+    return engine, velocity_gap(trial.means, exact, trial.still)
 
 
 def check_lora(exam: Exam) -> Finding:

@@ -137,8 +137,5 @@ def test_images_that_are_alike_cannot_be_told(captured_of, captured):
     assert max(found.numbers["samples"]) <= 1  # each also fits its own latents
 
 
-def test_the_vae_keeps_its_numbers(captured_of, captured):
-    samples = captured_of(images=torch.zeros_like(captured["images"]))
-    before = dict(samples.stack.family.pipeline.vae.config)
-    assert check_captured_images(samples).level == "warning"
-    assert dict(samples.stack.family.pipeline.vae.config) == before
+def test_images_that_no_cause_explains(captured_of, captured):
+    assert check_captured_images(captured_of(images=torch.zeros_like(captured["images"]))).level == "warning"

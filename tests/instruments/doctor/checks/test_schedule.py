@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from flowcorr.instruments.doctor.checks.run import check_captured
 from flowcorr.instruments.doctor.checks.schedule import check_captured_schedule
 
 NOT_REPLAYED = dict.fromkeys(("latents", "next_latents", "log_probs"))
@@ -16,7 +17,7 @@ def test_a_table_that_was_not_used(captured_of, captured):
     """The sigmas are the model's own, and the replay agrees only with rounded timesteps."""
     fed = captured["timesteps"].clone()
     fed[2] += 100.0
-    found = check_captured_schedule(captured_of(timesteps=fed))
+    found = check_captured(captured_of(timesteps=fed))["schedule"]
     assert (found.cause, found.level) == ("timesteps", "serious")
 
 

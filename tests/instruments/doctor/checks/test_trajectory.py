@@ -18,11 +18,6 @@ from tests.planted.plants import returning, rounded, sampling_with, scheduled
 
 RETURNED = {
     "values that are not finite": ("finite", {"latents": spoiled}, {}),
-    "steps counted from one": (
-        "window",
-        {"step_indices": lambda rollout: rollout.window.step_indices + 1},
-        {"step_index": 1, "sigma_of": 0},
-    ),
     "one step counted from one": (
         "window",
         {"step_indices": lambda rollout: rollout.window.step_indices + torch.tensor([0, 1])},
@@ -58,18 +53,11 @@ SAMPLED = {
         {},
         {"dtype": "bfloat16"},
     ),
-    "the window one step later": ("window", sampling_with(sde_window_range=(1, 3)), {}, {}),
     "a window for each image": (
         "window",
         sampling_with(window_per="sample"),
         {"rollout": {"n": 6}, "sampling": {"sde_window_size": 1}},
         {},
-    ),
-    "scattered windows": (
-        "window",
-        sampling_with(sde_window_layout="scattered"),
-        {"sampling": {"num_inference_steps": 8, "sde_window_range": (0, 7)}},
-        {"range": [0, 7]},
     ),
     "consecutive windows where scattered ones are asked for": (
         "window",
