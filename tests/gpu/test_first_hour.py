@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flowcorr.instruments.plan.devices import GPUS
-from tests.gpu.hour import engine
+from tests.gpu.hour import bundle, engine
 from tests.gpu.hour.machine import known_gpu
 from tests.gpu.hour.parts import PARTS
 from tests.gpu.hour.record import Outcome, Record, Row
@@ -88,6 +88,13 @@ def test_a_part_that_cannot_run_does_not_end_the_others(tmp_path):
     written = (tmp_path / "first_hour.jsonl").read_text()
     assert first_hour("--parts", *parts, "--out", tmp_path).returncode == 0  # nothing is due
     assert (tmp_path / "first_hour.jsonl").read_text() == written
+
+
+def test_wheels_of_what_is_installed_are_left_alone(tmp_path):
+    (tmp_path / "omegaconf-1.0-py3-none-any.whl").touch()
+    before = list(sys.path)
+    bundle.install(tmp_path)
+    assert sys.path == before
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -12,6 +12,7 @@ import time
 import traceback
 from pathlib import Path
 
+from tests.gpu.hour import bundle
 from tests.gpu.hour.parts import PARTS, Hour, SkippedError
 from tests.gpu.hour.record import Outcome, Record, Row
 
@@ -26,6 +27,10 @@ PATIENCE = 2.0
 def main(description: str | None) -> int:
     """Run what is due; 0 if nothing is left to do, 1 if a part failed, 75 to be called again."""
     options = _parser(description).parse_args()
+    if options.bundle:
+        return bundle.fetch(options.bundle, python_version=options.python_version)
+    if options.wheels:
+        bundle.install(options.wheels)
     if options.child:
         return _measure(options)
     record = Record(options.out)
@@ -142,5 +147,8 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--device", default="auto", help="auto, cuda, cuda:1 or cpu")
     parser.add_argument("--tiny", action="store_true", help="models and batches of a test's size")
     parser.add_argument("--dry", action="store_true", help="list the parts and their estimates")
+    parser.add_argument("--bundle", type=Path, metavar="FOLDER", help="fetch wheels for a bare machine")
+    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="install these wheels first")
+    parser.add_argument("--python-version", default="3.12", help="of that machine, for --bundle")
     parser.add_argument("--child", metavar="PART", help=argparse.SUPPRESS)
     return parser
