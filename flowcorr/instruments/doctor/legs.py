@@ -338,18 +338,28 @@ class Legs:
                 velocity * over_elements(drawn.step, velocity),
             )
             distances = self._usual_gap * mean_over_elements(moved.square(), 1).sqrt() / drawn.std
-            found.append(
-                torch.tensor([_beyond(*pair) for pair in zip(noise, distances.tolist(), strict=True)])
-            )
+            beyond_chance = [_beyond(*each) for each in zip(noise, moved, distances.tolist(), strict=True)]
+            found.append(torch.tensor(beyond_chance))
         return min(found, key=lambda score: float(score.max())).to(leg.end.device, torch.float64)
 
 
-def _beyond(noise: Tensor, gap: float) -> float:
-    """How far noise `[*L]` is from standard normal, as a share of what chance and a gap of means explain."""
+def _beyond(noise: Tensor, moved: Tensor, gap: float) -> float:
+    """How far noise is from standard normal, as a share of what chance and a gap of means explain.
+
+    Args:
+        noise: `[*L]`, of a step.
+        moved: like `noise`, that the velocity moved in the step. Of a step that was left out or taken twice, it is the
+            "noise"; noise itself has a standard normal part along it.
+        gap: of the step means, in stds.
+    """
     if not gap <= LARGEST_DISTANCE:
         return _BEYOND
     values = Metrics(moments(noise)).compute()
-    return max(beyond({name: values[name] for name in ("mean", "std", "tails")}, noise.numel(), gap).values())
+    shares = beyond({name: values[name] for name in ("mean", "std", "tails")}, noise.numel(), gap)
+    along = float((noise * moved).sum().abs() / moved.norm().clamp(min=1e-30)) / (
+        ERRORS + gap * noise.numel() ** 0.5
+    )
+    return max(*shares.values(), along)
 
 
 def _agreement(gap: Tensor) -> tuple[int, float]:

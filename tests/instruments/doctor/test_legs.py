@@ -7,7 +7,7 @@ import torch
 
 from flowcorr import sde
 from flowcorr.instruments.doctor.conventions import CONVENTIONS, MEAN
-from flowcorr.instruments.doctor.legs import Legs
+from flowcorr.instruments.doctor.legs import Legs, _beyond
 from flowcorr.instruments.doctor.stack import Stack
 from flowcorr.questions.question import OUTSIDE
 
@@ -102,3 +102,13 @@ def test_a_leg_has_the_limit_of_its_question_in_the_precision_of_both_stacks(
         changed = stack_of(dtype=dtype, final_latents=final + share * error * way)
         scores = Legs(changed).scores(changed.captured, ["after"])["after"]
         assert scores.tolist() == pytest.approx([share / (1 + share * error)] * len(scores), rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(701, 711))
+def test_what_lies_along_the_velocity_is_no_noise(seed):
+    """As where a step was left out: by its moments alone, a velocity that looks standard normal could be noise."""
+    draw = torch.Generator().manual_seed(seed)
+    noise, moved = torch.randn(2, 4, 8, 16, dtype=torch.float64, generator=draw)
+    assert _beyond(noise, moved, 0.0) <= 1
+    assert _beyond(noise, 0.3 * noise, 0.0) > 3
+    assert _beyond(0.9 * noise + 0.43 * moved, moved, 0.0) > 1
