@@ -41,6 +41,7 @@ NAMED = {
     "initial_noise_scaled": "initial_noise_scale",
     "latents_clamped": "latents_clamped",
     "noise_outside": "noise_outside",
+    "indices_from_one": "step_indices",
     "timesteps_of_fewer_steps": "timesteps",
 }
 FAST = {

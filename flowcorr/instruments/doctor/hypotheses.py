@@ -215,7 +215,7 @@ def _about_adapter(stack: Stack) -> Iterator[Hypothesis]:
 
 
 def _about_steps(legs: Legs) -> Iterator[Hypothesis]:
-    """The initial noise, and the transition of the window's steps, which moves no leg outside it."""
+    """The initial noise, the place of the window, and the transition of its steps, which moves no leg outside it."""
     stack, inputs = legs.stack, legs.stack.captured
     yield Candidate(
         cause="initial_noise_scale",
@@ -228,6 +228,14 @@ def _about_steps(legs: Legs) -> Iterator[Hypothesis]:
             high=1000.0,
         ),
     )
+    for shift, where in ((-1, "earlier"), (1, "later")):
+        if stack.steps[0] + shift >= 0 and stack.steps[-1] + shift < len(inputs.timesteps):
+            yield Candidate(
+                cause="step_indices",
+                message=f"with its window one step {where} than step_indices says",
+                remedy="count the steps of the schedule from 0, and capture those that have noise",
+                inputs=(replace(inputs, shift=shift),),
+            )
     if legs.window is None:
         return
     yield Candidate(

@@ -162,7 +162,7 @@ class Legs:
         """
         assert self._before is not None
         assert self._after is not None
-        stack, steps = self.stack, self.stack.steps
+        stack, steps = self.stack, [index + inputs.shift for index in self.stack.steps]
         n, count = self._before.shape[:2]
         if inputs.of_velocity not in self._velocities:
             # Those of the captured inputs are asked for again and again, and the latest ones with other numbers.
@@ -271,12 +271,13 @@ class Legs:
             drift = self.stack.velocity(latents, [index] * len(latents), samples, inputs)
             return latents - (inputs.sigmas[index] - inputs.sigmas[index + 1]) * drift
 
+        steps = [index + inputs.shift for index in self.stack.steps]
         every = outside.legs(
             inputs.initial_scale * self._noise,
             self._before,
             self._after,
             self._final,
-            torch.tensor([self.stack.steps] * len(self._rows), device=self._noise.device),
+            torch.tensor([steps] * len(self._rows), device=self._noise.device),
             len(inputs.timesteps),
         )
         own = [leg for leg in every if leg.name == name]

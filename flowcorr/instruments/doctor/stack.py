@@ -69,6 +69,7 @@ class Inputs:
         noise_level, sde_type: of the window's steps.
         sigma_max: see `flowcorr.sde.transition`.
         noise_outside: whether one step of each leg outside the window may have noise as those of the window have.
+        shift: places in the schedule that the window's steps lie after the captured ones.
     """
 
     prompts: tuple[str, ...]
@@ -91,6 +92,7 @@ class Inputs:
     sde_type: sde.SdeType
     sigma_max: float | None = None
     noise_outside: bool = False
+    shift: int = 0
 
     @property
     def of_velocity(self) -> Inputs:

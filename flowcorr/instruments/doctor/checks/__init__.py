@@ -58,6 +58,7 @@ CHECKS: Sequence[Check] = (
             "timesteps": "the timesteps are not those of the model's own scheduler, or not those of their step",
             "rounded_sigmas": "the table of sigmas is in half precision",
             "rounded_timesteps": "the transformer was fed timesteps in half precision",
+            "step_indices": "the captured steps of the window lie one place off, as where they are counted from 1",
         },
     ),
     Check(
