@@ -32,7 +32,7 @@ class StopSignals:
     more deliberate Ctrl-C.
 
     The main thread sees signals only between its calls. So a thread reads them from the pipe that Python's handler
-    writes to. On a deliberate Ctrl-C it sends the main thread one more SIGINT, too soon to count as another.
+    writes to. On a deliberate Ctrl-C it sends the main thread one more SIGINT, which it does not count.
 
     Args:
         clock: seconds, to tell a deliberate Ctrl-C from a held key.
@@ -102,6 +102,7 @@ class StopSignals:
         assert main is not None
         signals.register(reader, select.POLLIN)
         came: float | None = None
+        sent = False  # a SIGINT that this thread sent is on its way back
         while True:
             waits = self._forced and not self._reacted
             if not signals.poll(1000 * REACTION if waits else None):
@@ -113,6 +114,9 @@ class StopSignals:
                 return
             if self._report is None or number not in STOP_SIGNALS:
                 continue
+            if sent and number == signal.SIGINT:
+                sent = False
+                continue
             before, came = came, self._clock()
             if before is None:
                 self.received = self.received or number
@@ -122,6 +126,7 @@ class StopSignals:
                     _end_process()
                 self._forced = True
                 self._start("report of a signal", self._report, number, True)
+                sent = True
                 signal.pthread_kill(main, signal.SIGINT)
 
     def _start(self, name: str, target: Callable[..., None], *args: object) -> None:

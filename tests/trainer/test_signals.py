@@ -1,6 +1,7 @@
 """The first signal is noted, and only a deliberate Ctrl-C after it stops the run at once."""
 
 import ctypes
+import itertools
 import os
 import signal
 import threading
@@ -98,6 +99,22 @@ def test_a_deliberate_ctrl_c_stops_at_once(run, first):
         send(signal.SIGINT, clock, after=REPEAT, then_wait=True)
     assert signals.received == first
     assert reports.of(2) == [(first, False), (signal.SIGINT, True)]
+
+
+def test_however_slow_the_machine_the_run_does_not_take_its_own_signal_for_another(monkeypatch):
+    def interrupt():
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait(60)
+
+    ended, told = [], threading.Event()
+    monkeypatch.setattr(module, "_end_process", lambda: ended.append(None))
+    with StopSignals(itertools.count(0, REPEAT).__next__) as signals:  # each signal comes later by REPEAT
+        signals.report_to(lambda number, again: again and told.set())
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
+        assert told.wait(60)
+    assert ended == []
 
 
 def stop_twice():

@@ -13,7 +13,10 @@ from flowcorr.instruments.plan.sharding import computed, of_rank
 from flowcorr.instruments.plan.training import trace_training
 from tests.instruments.plan.allocation import allocated
 
-SMALL = {"actor": {"micro_batch_size": 4, "mini_batches": 1}, "rollout": {"prompts_per_step": 2, "n": 4}}
+SMALL = {
+    "actor": {"micro_batch_size": 4, "mini_batches": 1},
+    "rollout": {"prompts_per_step": 2, "n": 4, "same_initial_noise": False},
+}
 
 
 WHOLE = {  # GB: weights with adapter, peaks of recompute and of the first update
