@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 
 REPEAT = 2.0  # seconds; a Ctrl-C that comes sooner after another signal is a held key, or the same one by another way
 REACTION = 5.0  # seconds for the main thread to stop before the process is ended
+AGAIN = (
+    0.1  # seconds between signals to it meanwhile: one that comes just before a wait does not end that wait
+)
 Report = Callable[[int, bool], None]
 
 
@@ -32,7 +35,7 @@ class StopSignals:
     more deliberate Ctrl-C.
 
     The main thread sees signals only between its calls. So a thread reads them from the pipe that Python's handler
-    writes to. On a deliberate Ctrl-C it sends the main thread one more SIGINT, which it does not count.
+    writes to. On a deliberate Ctrl-C it sends the main thread SIGINTs until that one reacts, and does not count them.
 
     Args:
         clock: seconds, to tell a deliberate Ctrl-C from a held key.
@@ -102,12 +105,19 @@ class StopSignals:
         assert main is not None
         signals.register(reader, select.POLLIN)
         came: float | None = None
-        sent = False  # a SIGINT that this thread sent is on its way back
+        sent, asked = (
+            0,
+            0.0,
+        )  # SIGINTs of this thread that are on their way back, and when it asked the main thread
         while True:
             waits = self._forced and not self._reacted
-            if not signals.poll(1000 * REACTION if waits else None):
-                if not self._reacted:
+            if not signals.poll(1000 * AGAIN if waits else None):
+                if self._reacted:
+                    continue
+                if time.monotonic() >= asked + REACTION:
                     _end_process()
+                sent += 1
+                signal.pthread_kill(main, signal.SIGINT)
                 continue
             number = os.read(reader, 1)[0]
             if number == 0:
@@ -115,7 +125,7 @@ class StopSignals:
             if self._report is None or number not in STOP_SIGNALS:
                 continue
             if sent and number == signal.SIGINT:
-                sent = False
+                sent -= 1
                 continue
             before, came = came, self._clock()
             if before is None:
@@ -126,7 +136,7 @@ class StopSignals:
                     _end_process()
                 self._forced = True
                 self._start("report of a signal", self._report, number, True)
-                sent = True
+                sent, asked = sent + 1, time.monotonic()
                 signal.pthread_kill(main, signal.SIGINT)
 
     def _start(self, name: str, target: Callable[..., None], *args: object) -> None:

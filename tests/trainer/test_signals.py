@@ -101,6 +101,22 @@ def test_a_deliberate_ctrl_c_stops_at_once(run, first):
     assert reports.of(2) == [(first, False), (signal.SIGINT, True)]
 
 
+def test_a_wait_that_begins_beside_the_signal_is_interrupted_too(run, monkeypatch):
+    """A signal that comes just before a wait does not end it, as if it were lost."""
+    _, _, clock = run
+    kill, calls = signal.pthread_kill, []
+
+    def lose_the_first(*args):
+        calls.append(args)
+        if len(calls) > 1:
+            kill(*args)
+
+    monkeypatch.setattr(signal, "pthread_kill", lose_the_first)
+    send(signal.SIGTERM, clock)
+    with pytest.raises(KeyboardInterrupt):
+        send(signal.SIGINT, clock, after=REPEAT, then_wait=True)
+
+
 def test_however_slow_the_machine_the_run_does_not_take_its_own_signal_for_another(monkeypatch):
     def interrupt():
         os.kill(os.getpid(), signal.SIGINT)
