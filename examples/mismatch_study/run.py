@@ -8,7 +8,7 @@ settings of these once more, on twelve other seeds; `quantized` those of `arms_q
 beside an engine on the unquantized base; `equivalence` adds seeds to the first two arms of `confirm`, to tell whether
 int4 does harm that is worth a name; `centering` those of `arms_centering.yaml`, on score centering where all steps
 learn; `samples` those of `arms_samples.yaml`, on learning from 12 of 24 images, and `samples_again` the better of them
-once more, on new seeds, which nobody has run yet; `longer` those of `arms_longer.yaml`, on longer steps after the
+once more, on new seeds, of which half have run; `longer` those of `arms_longer.yaml`, on longer steps after the
 window, `longer_jpeg` those of `arms_longer_jpeg.yaml`, where the reward is of fine detail, `longer_elsewhere` those of
 `arms_longer_elsewhere.yaml`, with a later window, guidance and few steps, and `exchanged` those of
 `arms_exchanged.yaml`, on rewards of other samples, beside the runs of `longer`. `analyse` writes a table and a picture
