@@ -53,7 +53,7 @@ def stopped_run(fault: RolloutFault, folder: Path) -> Report:
 def _since(
     fault: RolloutFault, folder: Path, records: Sequence[Mapping[str, Any]], saved: Sequence[int]
 ) -> list[Fact]:
-    """The last replay before a fault that not every training step can see, and the checkpoint that is as old."""
+    """Name the last replay without the fault, where only replays see it, and the newest checkpoint of that time."""
     metrics = [str(finding.numbers.get("metric", "")) for finding in fault.findings]
     if not all(metric.startswith(_OF_MANY_STEPS) and metric != _DECODED for metric in metrics):
         return []

@@ -97,7 +97,7 @@ class InVllmOmni:
     quantizes: bool = True
 
     def adapts(self, target: str) -> bool:
-        """Whether the layers that a target of an adapter names all take one there."""
+        """Whether the engine takes an adapter in all layers with this name."""
         return self.adapted_layers is None or f".{target}".endswith(
             tuple(f".{layer}" for layer in self.adapted_layers)
         )
@@ -245,7 +245,7 @@ class ModelFamily(ABC):
 
     @property
     def frames_per_second(self) -> int:
-        """Frames a second of the family's videos, as people are shown them."""
+        """Frames per second at which the family's videos are shown."""
         return 16
 
     @abstractmethod
