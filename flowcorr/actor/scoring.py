@@ -205,7 +205,7 @@ class Scorer:
 
 
 def distinct_inputs(latents: Tensor, timesteps: Tensor, prompts: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the rows of a pass that differ from all rows before them, to the bit.
+    """Find the rows of a pass that are not, to the bit, the first row of their prompt and timestep.
 
     Args:
         latents: `[n, *L]`.
@@ -213,7 +213,7 @@ def distinct_inputs(latents: Tensor, timesteps: Tensor, prompts: Tensor) -> tupl
         prompts: `[n]`, a number for each conditioning.
 
     Returns:
-        The distinct rows `[m]`, ascending, and for each row the place `[n]` of its inputs among them.
+        These rows `[m]` with the first ones, ascending, and for each row the place `[n]` of its inputs among them.
     """
     same = (prompts[:, None] == prompts) & (timesteps[:, None] == timesteps)
     first = same.int().argmax(1)  # of the rows with this prompt and timestep

@@ -37,7 +37,7 @@ class DumpedStep:
 
 
 def survey(files: Mapping[int, Path], config: Config | None) -> tuple[dict[int, DumpedStep], list[str]]:
-    """The steps whose files can be read, and a note on the others.
+    """Read the steps of all readable files, and note the others.
 
     Args:
         files: by training step.

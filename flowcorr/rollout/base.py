@@ -47,7 +47,7 @@ class Weights:
 
 
 class SyncedWeights:
-    """Keeps the weights of the last syncs, and samples with those of `staleness` syncs ago; a base class of engines.
+    """Base class of engines that keep the weights of recent syncs, and sample with the oldest of them.
 
     Args:
         staleness: `rollout.staleness`.

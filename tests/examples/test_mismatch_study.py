@@ -147,7 +147,7 @@ def test_arms_are_known_distinct_and_load(study):
 
 
 def followed(study, scores):
-    """The phase after `samples`, whose arms had these scores."""
+    """The phase after `samples`, if its arms had these scores."""
     scored = [
         {"arm": str(arm), "seed": "0", "step": "1", "exact_match": str(score)}
         for arm, score in zip(study.run.samples().arms, scores, strict=True)

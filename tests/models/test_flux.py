@@ -1,4 +1,4 @@
-"""Guidance of FLUX.1 dev and schnell; what every family must do is in `test_families.py`."""
+"""Guidance of FLUX.1 dev and schnell; tests of all families are in `test_families.py`."""
 
 import pytest
 import torch

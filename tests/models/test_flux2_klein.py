@@ -1,4 +1,4 @@
-"""Schedule and guidance of FLUX.2 klein; what every family must do is in `test_families.py`."""
+"""Schedule and guidance of FLUX.2 klein; tests of all families are in `test_families.py`."""
 
 from dataclasses import replace
 

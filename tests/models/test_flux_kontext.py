@@ -1,4 +1,4 @@
-"""FLUX.1 Kontext without a reference image; what every family must do is in `test_families.py`."""
+"""FLUX.1 Kontext without a reference image; tests of all families are in `test_families.py`."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Ovis-Image in vllm-omni; what every family must do is in `test_families.py`."""
+"""Ovis-Image in vllm-omni; tests of all families are in `test_families.py`."""
 
 from flowcorr.models.ovis_image import OvisImage
 

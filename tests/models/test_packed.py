@@ -1,4 +1,4 @@
-"""Latents in patches, and the places of their tokens; what every family must do is in `test_families.py`."""
+"""Latents in patches, and the places of their tokens; tests of all families are in `test_families.py`."""
 
 import torch
 

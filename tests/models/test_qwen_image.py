@@ -1,4 +1,4 @@
-"""Text and guidance of Qwen-Image; what every family must do is in `test_families.py`."""
+"""Text and guidance of Qwen-Image; tests of all families are in `test_families.py`."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Reference images of Qwen-Image-Edit; what every family must do is in `test_families.py`."""
+"""Reference images of Qwen-Image-Edit; tests of all families are in `test_families.py`."""
 
 import pytest
 import torch

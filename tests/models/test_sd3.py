@@ -1,4 +1,4 @@
-"""Positions and shift of Stable Diffusion 3; what every family must do is in `test_families.py`."""
+"""Positions and shift of Stable Diffusion 3; tests of all families are in `test_families.py`."""
 
 import pytest
 import torch

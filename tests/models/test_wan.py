@@ -1,4 +1,4 @@
-"""Sizes and schedules of Wan 2.1 and 2.2; what every family must do is in `test_families.py`."""
+"""Sizes and schedules of Wan 2.1 and 2.2; tests of all families are in `test_families.py`."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Captions and schedules of Z-Image; what every family must do is in `test_families.py`."""
+"""Captions and schedules of Z-Image; tests of all families are in `test_families.py`."""
 
 import pytest
 import torch

@@ -382,7 +382,7 @@ def off_by(size: float) -> Callable[[Tensor], Tensor]:
 
 
 def reads(prefix: str) -> Callable[[Iterable[str]], bool]:
-    """Whether a run has conditioning whose name begins so; without it there is nothing to change."""
+    """Whether the name of a conditioning of the run begins so; without it there is nothing to change."""
     return lambda names: any(name.startswith(prefix) for name in names)
 
 

@@ -487,7 +487,7 @@ EVERY = (*DRAWN, *NUMBERS, *OTHERS)
 def dump_fault(
     fault: Fault | None, size: float, folder: Path, *, seed: int = 0, dtype: str = "float32"
 ) -> None:
-    """Dump a step of the loop with a fault, or of a clean one, whose transformer computes in `dtype`."""
+    """Dump a step of the loop with a fault, or of a clean one, with a transformer in `dtype`."""
     options = {"dtype": dtype} | ({} if fault is None else {"window": fault.window, **fault.options})
     captured = Loop(seed=seed, plant=None if fault is None else fault.plant(size), **options).sample()
     rewards = captured["rewards"]
@@ -521,7 +521,7 @@ class Result:
 
 
 def tried(fault: Fault, sizes: Sequence[float], *, seed: int = 0, dtype: str = "float32") -> Iterator[Result]:
-    """What the doctor says about sizes of a fault, in a dtype."""
+    """Examine sizes of a fault, in a dtype."""
     for size in sizes:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)

@@ -107,7 +107,7 @@ def _blank(conditioning: Mapping[str, Tensor], size: float) -> Conditioning:
 
 
 def _noisy_embeddings(conditioning: Mapping[str, Tensor], size: float) -> Conditioning:
-    """Moved at random, those of all prompts alike."""
+    """Move embeddings at random, alike for all prompts."""
     draw = torch.Generator().manual_seed(6)
     moved = {}
     for name, rows in conditioning.items():

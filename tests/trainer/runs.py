@@ -80,7 +80,7 @@ UNLIKE = ("timing/", "perf/", "rollout_corr/worker_")
 
 
 def lasting(record):
-    """A record without what depends on the clock."""
+    """A record without the fields that depend on the clock."""
     return {name: value for name, value in record.items() if not name.startswith(UNLIKE)}
 
 

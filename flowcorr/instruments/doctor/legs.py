@@ -251,7 +251,7 @@ class Legs:
         return max(gaps, key=lambda gap: (int((gap.abs() <= 1).sum()), -float(gap.abs().max())))
 
     def _gap(self, convention: Convention, window: Window, log_probs: Tensor) -> Tensor:
-        """Difference `[n, T]` of log-probs from those of a convention, in units of the limit."""
+        """Difference `[n, T]` to the log-probs of a convention, in units of the limit."""
         scale = convention.factor(self._elements)
         own = convention.of(window.square, window.std, window.step, self._elements)
         rounding = _ULP * log_probs.abs() / scale
@@ -345,7 +345,7 @@ class Legs:
 
 
 def _beyond(noise: Tensor, moved: Tensor, gap: float) -> float:
-    """How far noise is from standard normal, as a share of what chance and a gap of means explain.
+    """Distance of noise from standard normal, as a share of the range that chance and a gap of means explain.
 
     Args:
         noise: `[*L]`, of a step.

@@ -116,7 +116,7 @@ class Hour:
 
     @contextlib.contextmanager
     def reported(self, name: str) -> Iterator[None]:
-        """Make a row of what fails inside the block, so that the rest of the part goes on."""
+        """Make a row of an error inside the block, so that the rest of the part goes on."""
         try:
             yield
         except Exception as error:

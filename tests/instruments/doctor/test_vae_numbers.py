@@ -1,4 +1,4 @@
-"""A VAE whose latents are scaled otherwise for a while."""
+"""A VAE that scales its latents otherwise for a while."""
 
 import pytest
 import torch
