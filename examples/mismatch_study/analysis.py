@@ -354,13 +354,16 @@ def analyse(rows: Mapping[str, Rows], folder: Path) -> str:
         title, both = "Rewards of other samples beside longer steps", Study([*beside, *rows["exchanged"]])
         arms = [arm for arm in both.runs if arm.exchanged]
         texts["exchanged.md"] = cheaper(both, title, "at equal steps", arms=arms) + "\n"
-    if studies["longer_jpeg"].runs:
-        of_detail = Study(rows["longer_jpeg"], "reward")
-        title = "Longer steps under a reward of fine detail"
-        texts["longer_jpeg.md"] = cheaper(of_detail, title, "at equal steps", MARGIN_OF_REWARD) + "\n"
-    if studies["longer_elsewhere"].runs:
-        title = "Longer steps with a later window, guidance and few steps"
-        texts["longer_elsewhere.md"] = cheaper(studies["longer_elsewhere"], title, "at equal steps") + "\n"
+    of_detail, harder = "under a reward of fine detail", "with a later window, guidance and few steps"
+    for name, title, outcome, margin in (
+        ("longer_jpeg", of_detail, "reward", MARGIN_OF_REWARD),
+        ("longer_jpeg_again", f"{of_detail}, on other seeds", "reward", MARGIN_OF_REWARD),
+        ("longer_elsewhere", harder, "exact_match", MARGIN),
+        ("longer_guided", "with guidance, on other seeds", "exact_match", MARGIN),
+    ):
+        if rows[name]:
+            text = cheaper(Study(rows[name], outcome), f"Longer steps {title}", "at equal steps", margin)
+            texts[f"{name}.md"] = text + "\n"
     if studies["equivalence"].runs:
         both = Study([*rows["confirm"], *rows["equivalence"]])
         texts["equivalence.md"] = equivalence(both) + "\n"

@@ -8,13 +8,14 @@ settings of these once more, on twelve other seeds; `quantized` those of `arms_q
 beside an engine on the unquantized base; `equivalence` adds seeds to the first two arms of `confirm`, to tell whether
 int4 does harm that is worth a name; `centering` those of `arms_centering.yaml`, on score centering where all steps
 learn; `samples` those of `arms_samples.yaml`, on learning from 12 of 24 images, and `samples_again` the better of them
-once more, on new seeds, of which half have run; `longer` those of `arms_longer.yaml`, on longer steps after the
-window, `longer_jpeg` those of `arms_longer_jpeg.yaml`, where the reward is of fine detail, `longer_elsewhere` those of
-`arms_longer_elsewhere.yaml`, with a later window, guidance and few steps, and `exchanged` those of
-`arms_exchanged.yaml`, on rewards of other samples, beside the runs of `longer`. `analyse` writes a table and a picture
-of each. A run is one arm with one seed. Its rows in the folder's `*.csv` are written when it ends; runs that have rows
-are not done again, so an interrupted study goes on where it was. `screen` and `confirm` take three to four CPU-hours,
-`bypass`, `bypass_again`, `samples`, `samples_again` and `longer` two each, `centering` one, `longer_jpeg`,
+once more, on new seeds, of which half have run; `longer` those of `arms_longer.yaml`, on longer steps after the window,
+`longer_jpeg` those of `arms_longer_jpeg.yaml`, where the reward is of fine detail, `longer_elsewhere` those of
+`arms_longer_elsewhere.yaml`, with a later window, guidance and few steps, `longer_jpeg_again` and `longer_guided` what
+these two left open once more, on new seeds, and `exchanged` those of `arms_exchanged.yaml`, on rewards of other
+samples, beside the runs of `longer`. `analyse` writes a table and a picture of each. A run is one arm with one seed.
+Its rows in the folder's `*.csv` are written when it ends; runs that have rows are not done again, so an interrupted
+study goes on where it was. `screen` and `confirm` take three to four CPU-hours, `bypass`, `bypass_again`, `samples`,
+`samples_again` and `longer` two each, `centering`, `longer_jpeg_again` and `longer_guided` one, `longer_jpeg`,
 `longer_elsewhere`, `exchanged`, `equivalence` and `quantized` less than one each; `results/` holds ours. Needs `pip
 install -e '.[ocr]'`, `quantized` also `'.[quantized]'`.
 """
@@ -200,6 +201,15 @@ def longer_elsewhere() -> Phase:
     )
 
 
+def longer_jpeg_again() -> Phase:
+    return replace(longer_jpeg(), name="longer_jpeg_again", seeds=tuple(range(220, 248)))
+
+
+def longer_guided() -> Phase:
+    arms = tuple(arm for arm in longer_elsewhere().arms if arm.window == "guided")
+    return replace(longer_elsewhere(), name="longer_guided", arms=arms, seeds=tuple(range(190, 210)))
+
+
 def exchanged() -> Phase:
     """Paired with the runs of `longer` on the same seeds."""
     return replace(
@@ -215,7 +225,7 @@ PARTS = {
     phase.__name__: phase
     for phase in (
         *(screen, confirm, bypass, bypass_again, quantized, equivalence, centering),
-        *(samples, longer, longer_jpeg, longer_elsewhere, exchanged),
+        *(samples, longer, longer_jpeg, longer_jpeg_again, longer_elsewhere, longer_guided, exchanged),
     )
 }
 PHASE_NAMES = (*PARTS, "samples_again")
