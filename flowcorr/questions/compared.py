@@ -290,18 +290,6 @@ def log_prob_errors(rollout: Rollout, noise: Tensor, stds: Tensor, *, cps_unscal
     return (errors - _ROUNDING * sizes / stds).clamp(min=0)
 
 
-def coarse_latents(rollout: Rollout) -> Tensor:
-    """`[B]` bool: all elements of a step's latents were rounded to half precision, or some were clamped to a bound."""
-    window, final = rollout.window, rollout.final_latents
-    places = [*window.latents.unbind(1), *window.next_latents.unbind(1)] + ([] if final is None else [final])
-    coarse = torch.zeros(rollout.num_samples, dtype=torch.bool, device=window.latents.device)
-    for place in places:
-        rows = place.float().flatten(1).contiguous()
-        coarse |= ((rows.view(torch.int32) & _SPARE_BITS) == 0).all(1) & rows.any(1)
-        coarse |= at_bound(rows).any(1)
-    return coarse
-
-
 def at_bound(rows: Tensor) -> Tensor:
     """`[N, D]` bool: elements of latents that were clamped to a bound.
 

@@ -137,12 +137,6 @@ def window_size(get: Given) -> int:
     return len(steps) if number is None else min(number, len(steps))
 
 
-def window_range(get: Given) -> list[int]:
-    """The half-open range of the steps that may be SDE steps."""
-    steps = sde_steps(get)
-    return [steps[0], steps[-1] + 1]
-
-
 def prompts(get: Given) -> int:
     """Prompts of an epoch, after it has made batches, ranks and updates come out even."""
     ranks, batch, group = (
