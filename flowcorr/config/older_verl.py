@@ -1,4 +1,4 @@
-"""Verl's older rollout correction: three generations of keys, and the names of metrics of the first.
+"""Verl's older rollout correction: three generations of keys, functions of the first, and its names of metrics.
 
 The keys stand under `algorithm` itself as well as under `algorithm.rollout_correction`. Each translation is announced
 by a `FutureWarning`, which Python shows to users by default, with the keys to write instead. They are read without
@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from flowcorr import correction
 from flowcorr.correction import RolloutCorrectionConfig
 from flowcorr.correction.bounds import (
     IS_LEVELS,
@@ -341,3 +342,75 @@ def _mask_band(config: RolloutCorrectionConfig) -> Band | None:
     if config.rollout_is is None or cap != math.inf or not bands:
         return None
     return math.exp(-bands[0].upper), math.exp(-bands[0].lower)
+
+
+def compute_rollout_importance_weights(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    rollout_is_level: str = "token",
+    rollout_is_mode: str = "truncate",
+    rollout_is_threshold: float | None = None,
+    rollout_is_threshold_lower: float | None = None,
+    rollout_is_veto_threshold: float | None = None,
+) -> tuple[Tensor | None, Tensor, dict[str, float]]:
+    """Weights, mask and metrics under the names of the first dialect; None, the mask and {} without a threshold.
+
+    The mask has the dtype of `response_mask`; metrics are the `mismatch/*` ones.
+    """
+    if rollout_is_threshold is None:
+        return None, response_mask, {}
+    keys = _from_first_dialect(
+        {
+            "rollout_is": True,
+            "rollout_is_level": rollout_is_level,
+            "rollout_is_mode": rollout_is_mode,
+            "rollout_is_threshold": rollout_is_threshold,
+            "rollout_is_threshold_lower": rollout_is_threshold_lower,
+            "rollout_is_veto_threshold": rollout_is_veto_threshold,
+        }
+    )
+    config = RolloutCorrectionConfig(**keys)
+    log_probs = (old_log_prob, rollout_log_prob, response_mask)
+    corrected = correction.compute_rollout_correction_and_rejection_mask(*log_probs, **config.options)
+    metrics = older_metrics(corrected.metrics, *log_probs, config).compute()
+    return corrected.weights, corrected.keep.to(response_mask.dtype), metrics
+
+
+def compute_offpolicy_metrics(
+    old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
+) -> dict[str, float]:
+    """The drift's diagnostics without a prefix, as verl names them.
+
+    Without the rollout's log-probs, only the perplexity of the old policy, as in verl.
+    """
+    metrics = correction.compute_rollout_correction_and_rejection_mask(
+        old_log_prob, old_log_prob if rollout_log_prob is None else rollout_log_prob, response_mask
+    ).metrics
+    named = {name.removeprefix("rollout_corr/"): value for name, value in metrics.compute().items()}
+    if rollout_log_prob is None:
+        return {name: value for name, value in named.items() if name.startswith("training_")}
+    return named
+
+
+def compute_rollout_rejection_mask(
+    log_ratio: Tensor,
+    response_mask: Tensor,
+    rollout_rs: str = "token_k1",
+    rollout_rs_threshold: str | float | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """The mask after rejection by log-ratios `[B, T]`, and its metrics without a prefix.
+
+    Bands of k1 are bands of ratios, as everywhere in flowcorr; verl takes them of the reciprocal.
+    """
+    corrected = correction.compute_rollout_correction_and_rejection_mask(
+        log_ratio,
+        log_ratio.new_zeros(log_ratio.shape),
+        response_mask,
+        rollout_rs=rollout_rs,
+        rollout_rs_threshold=rollout_rs_threshold,
+    )
+    metrics = corrected.metrics.compute()
+    chosen = {name: value for name, value in metrics.items() if name.startswith("rollout_corr/rollout_rs_")}
+    mask = corrected.keep.to(response_mask.dtype)
+    return mask, {name.removeprefix("rollout_corr/"): value for name, value in chosen.items()}

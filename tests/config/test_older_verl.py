@@ -1,4 +1,4 @@
-"""Verl's older keys and names of metrics."""
+"""Verl's older keys, functions and names of metrics."""
 
 from __future__ import annotations
 
@@ -282,6 +282,60 @@ def test_an_older_section_with_reinforce_rejects_whole_samples():
 def test_a_key_in_both_places_is_refused():
     with pytest.raises(ConfigError, match=r"algorithm\.rollout_is and"):
         older_verl.translate_algorithm({"rollout_is": "token", "rollout_correction": {"rollout_is": "token"}})
+
+
+@pytest.fixture
+def drift():
+    generator = torch.Generator().manual_seed(0)
+    rollout = torch.randn(16, 3, generator=generator)
+    return rollout + 0.5 * torch.randn(16, 3, generator=generator), rollout, torch.ones(16, 3)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_importance_weights_shim(drift, level):
+    old, rollout, mask = drift
+    weights, kept, metrics = older_verl.compute_rollout_importance_weights(
+        old, rollout, mask, rollout_is_level=level, rollout_is_mode="mask", rollout_is_threshold=1.5
+    )
+    rejection = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}[level]
+    today = correct(
+        old,
+        rollout,
+        mask,
+        rollout_is=level,
+        rollout_is_threshold=math.inf,
+        rollout_rs=rejection,
+        rollout_rs_threshold=1.5,
+    )
+    assert torch.equal(weights, today.weights)
+    assert torch.equal(kept, today.keep.float())
+    assert 0 < kept.sum() < kept.numel()
+    assert metrics["mismatch/rollout_is_masked_fraction"] == pytest.approx(1 - float(kept.mean()))
+    assert all(name.startswith("mismatch/") for name in metrics)
+
+
+def test_importance_weights_shim_is_off_without_a_threshold(drift):
+    assert older_verl.compute_rollout_importance_weights(*drift) == (None, drift[2], {})
+
+
+def test_offpolicy_metrics_shim(drift):
+    old, rollout, mask = drift
+    metrics = older_verl.compute_offpolicy_metrics(old, rollout, mask)
+    assert metrics["kl"] == pytest.approx(float((rollout - old).double().mean()), rel=1e-6)
+    assert {"k3_kl", "training_ppl", "ppl_ratio", "chi2_token", "chi2_seq"} <= set(metrics)
+    alone = older_verl.compute_offpolicy_metrics(old, None, mask)
+    expected = {name: metrics[name] for name in ("training_ppl", "training_log_ppl")}
+    assert alone == pytest.approx(expected, rel=1e-12)
+
+
+def test_rejection_mask_shim(drift):
+    old, rollout, mask = drift
+    kept, metrics = older_verl.compute_rollout_rejection_mask(old - rollout, mask, "seq_mean_k3", 0.1)
+    today = correct(old - rollout, torch.zeros_like(old), rollout_rs="seq_mean_k3", rollout_rs_threshold=0.1)
+    assert torch.equal(kept, today.keep.float())
+    assert metrics["rollout_rs_seq_masked_fraction"] == pytest.approx(
+        float((kept.sum(1) == 0).float().mean())
+    )
 
 
 def named(delta, **keys):
