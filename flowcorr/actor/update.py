@@ -14,7 +14,6 @@ from torch import Tensor
 
 from flowcorr import distributed, sde
 from flowcorr.actor.adamw import OPTIMIZERS, scheduled_lr
-from flowcorr.actor.folding import warn_if_folding_is_slower
 from flowcorr.actor.loss_scale import LossScale
 from flowcorr.actor.pass_bound import bound_passes
 from flowcorr.actor.scoring import Observe, Scorer
@@ -90,8 +89,6 @@ class PolicyOptimizer:
             window_size=config.sampling.sde_window_size,
             device=weights.device,
         )
-        # Sharded weights allow no pass of one rank alone, and on a CPU folding is never slower.
-        self._measures_folding = weights.device.type == "cuda" and not weights.sharded
 
     @torch.enable_grad()  # a reward or metric of one's own may have turned gradients off for this thread
     def update(
@@ -113,7 +110,7 @@ class PolicyOptimizer:
             observe: called with the parts of the first epoch that are scored before the first optimizer step; see
                 `Observe`.
         """
-        self._choose_passes(batch.rollout)
+        bound_passes(self.scorer, batch.rollout)
         batch, filler_sample = batch.numbered(), batch.rollout.select(slice(1))
         first_version = self.weights.version
         metrics: list[Metrics] = []
@@ -122,9 +119,8 @@ class PolicyOptimizer:
         for epoch in range(self.config.actor.epochs):
             for mini_batch in self.mini_batches(batch, training_step, epoch):
                 before = self.weights.version == first_version
-                first = (
-                    before and epoch == 0
-                )  # if all its updates are skipped, the next epoch scores the same terms
+                # Of the first epoch alone: if all of its updates are skipped, the next one scores the same terms.
+                first = before and epoch == 0
                 parts = self._backward(mini_batch, correction, filler_sample, observe, first)
                 scored += [replace(part, before=before) for part in parts]
                 first_parts += parts if first else []
@@ -135,14 +131,6 @@ class PolicyOptimizer:
         steps = self.config.sampling.num_inference_steps
         drifts = [score_drift(terms, steps) for terms in first_terms]
         return Update(metrics=Metrics(*metrics, gap, *drifts), parts=scored, first_terms=first_terms)
-
-    def _choose_passes(self, rollout: Rollout) -> None:
-        """Bound the size of the passes, and measure once whether folding all steps into one pass is faster."""
-        bound_passes(self.scorer, rollout)
-        if self._measures_folding and self.scorer.passes.folded and rollout.num_samples:
-            first = self.scorer.micro_batches(rollout.num_samples)[0]
-            warn_if_folding_is_slower(self.scorer, rollout.select(first))
-            self._measures_folding = False
 
     def mini_batches(self, batch: ActorBatch, training_step: int, epoch: int) -> Iterator[ActorBatch]:
         """The batch in `mini_batches` parts of whole groups, which do not depend on the number of ranks."""

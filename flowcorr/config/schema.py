@@ -245,8 +245,7 @@ class ActorConfig:
             row (an image at one step), and allows 96 MiB on a CPU, and .8 of a GPU's free memory. The choice is
             logged, and a checkpoint keeps its bound.
         fold_steps: score all window steps of a micro-batch in one forward pass; `auto` does so if that is within the
-            bound and takes no more passes. On a GPU the first training step times both, and warns if step by step is
-            faster.
+            bound and takes no more passes.
         autocast: bfloat16 autocast around the transformer. Trained weights that `fsdp` shards are gathered in bfloat16,
             also for an engine in this process that shares them, with `rollout.dtype: bfloat16`.
         gradient_checkpointing: trade compute for memory in the transformer.
