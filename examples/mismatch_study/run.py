@@ -2,22 +2,10 @@
 
     python examples/mismatch_study/run.py all --jobs 2 --out runs/study
 
-`screen` trains the arms of `arms.py` on two seeds; `confirm` those of `arms.yaml`, chosen from the screen before any of
-them ran, on eight other seeds; `bypass` those of `arms_bypass.yaml`, on rejection in bypass mode; `bypass_again` two
-settings of these once more, on twelve other seeds; `quantized` those of `arms_quantized.yaml`, on a trainer in NF4
-beside an engine on the unquantized base; `equivalence` adds seeds to the first two arms of `confirm`, to tell whether
-int4 does harm that is worth a name; `centering` those of `arms_centering.yaml`, on score centering where all steps
-learn; `samples` those of `arms_samples.yaml`, on learning from 12 of 24 images, and `samples_again` the better of them
-once more, on new seeds, of which half have run; `longer` those of `arms_longer.yaml`, on longer steps after the window,
-`longer_jpeg` those of `arms_longer_jpeg.yaml`, where the reward is of fine detail, `longer_elsewhere` those of
-`arms_longer_elsewhere.yaml`, with a later window, guidance and few steps, `longer_jpeg_again` and `longer_guided` what
-these two left open once more, on new seeds, and `exchanged` those of `arms_exchanged.yaml`, on rewards of other
-samples, beside the runs of `longer`. `analyse` writes a table and a picture of each. A run is one arm with one seed.
-Its rows in the folder's `*.csv` are written when it ends; runs that have rows are not done again, so an interrupted
-study goes on where it was. `screen` and `confirm` take three to four CPU-hours, `bypass`, `bypass_again`, `samples`,
-`samples_again` and `longer` two each, `centering`, `longer_jpeg_again` and `longer_guided` one, `longer_jpeg`,
-`longer_elsewhere`, `exchanged`, `equivalence` and `quantized` less than one each; `results/` holds ours. Needs `pip
-install -e '.[ocr]'`, `quantized` also `'.[quantized]'`.
+A phase trains arms, each with several seeds, and was written down before it ran, most of them in an `arms*.yaml`;
+`--help` lists them. The rows of a run are written to the phase's `*.csv` when it ends; runs that have rows are not done
+again, so an interrupted study goes on where it was. `analyse` writes a table of each phase and a picture of some;
+`results/` holds ours. Needs `pip install -e '.[ocr]'`, `quantized` also `'.[quantized]'`.
 """
 
 import argparse
@@ -113,10 +101,12 @@ class Run:
 
 
 def screen() -> Phase:
+    """The arms of `arms.py` on two seeds; 1.9 CPU-hours."""
     return Phase(name="screen", arms=tuple(screened()), seeds=(0, 1), words=128, steps={"two": 12, "all": 8})
 
 
 def confirm() -> Phase:
+    """The arms of `arms.yaml`, chosen from the screen before any ran, on eight other seeds; 1.3 CPU-hours."""
     return Phase(
         name="confirm",
         arms=tuple(chosen(HERE / "arms.yaml")),
@@ -127,41 +117,45 @@ def confirm() -> Phase:
 
 
 def bypass() -> Phase:
-    """Longer runs, as the first three steps of a band only measure."""
+    """Rejection in bypass mode, in longer runs, as the first three steps of a band only measure; 2 CPU-hours."""
     arms = tuple(chosen(HERE / "arms_bypass.yaml"))
     return Phase(name="bypass", arms=arms, seeds=tuple(range(10, 18)), words=512, steps={"two": 18})
 
 
 def bypass_again() -> Phase:
+    """Two settings of `bypass` on twelve other seeds; 2 CPU-hours."""
     arms = tuple(chosen(HERE / "arms_bypass_again.yaml"))
     return replace(bypass(), name="bypass_again", arms=arms, seeds=tuple(range(44, 56)))
 
 
 def quantized() -> Phase:
+    """A trainer in NF4 beside an engine on the unquantized base; .5 CPU-hours."""
     arms = tuple(chosen(HERE / "arms_quantized.yaml"))
     seeds = tuple(range(40, 44))
     return Phase(name="quantized", arms=arms, seeds=seeds, words=256, steps={"two": 12}, served=True)
 
 
 def equivalence() -> Phase:
+    """Does int4 do harm that is worth a name? More seeds of two arms of `confirm`; .8 CPU-hours."""
     arms = tuple(Arm(rollout, "two", UNCORRECTED) for rollout in ("fp32", "int4"))
     return Phase(name="equivalence", arms=arms, seeds=tuple(range(18, 38)), words=512, steps={"two": 12})
 
 
 def centering() -> Phase:
+    """Score centering where all steps learn; 1 CPU-hour."""
     arms = tuple(chosen(HERE / "arms_centering.yaml"))
     return Phase(name="centering", arms=arms, seeds=tuple(range(60, 72)), words=512, steps={"all": 8})
 
 
 def samples() -> Phase:
-    """Runs of equal CPU time, by the seconds of a step in `arms_samples.yaml`."""
+    """Learning from 12 of 24 images, in runs of equal CPU time by `arms_samples.yaml`; 2 CPU-hours."""
     arms = tuple(chosen(HERE / "arms_samples.yaml"))
     steps = {"fp32": 36, "fp32_12_of_24": 20, "fp32_24_of_24": 18}
     return Phase(name="samples", arms=arms, seeds=tuple(range(72, 84)), words=512, steps=steps)
 
 
 def samples_again(rows: Sequence[Mapping[str, str]]) -> Phase:
-    """The reference, and the other arm of `samples` whose mean held-out exact match is higher in these rows."""
+    """The reference, and the better of the other arms of `samples` by these rows, on new seeds; 2 CPU-hours."""
     study = Study(rows)
     reference, *others = samples().arms
     better = max(others, key=lambda arm: statistics.fmean(study.last(arm, "exact_match")))
@@ -169,7 +163,7 @@ def samples_again(rows: Sequence[Mapping[str, str]]) -> Phase:
 
 
 def longer() -> Phase:
-    """Evaluated after as many steps as the recipe, and after as many as take its CPU time."""
+    """Longer steps after the window, after as many training steps as the recipe and in its CPU time; 2 CPU-hours."""
     return Phase(
         name="longer",
         arms=tuple(chosen(HERE / "arms_longer.yaml")),
@@ -181,6 +175,7 @@ def longer() -> Phase:
 
 
 def longer_jpeg() -> Phase:
+    """The same under a reward of fine detail; .6 CPU-hours."""
     return Phase(
         name="longer_jpeg",
         arms=tuple(chosen(HERE / "arms_longer_jpeg.yaml")),
@@ -192,6 +187,7 @@ def longer_jpeg() -> Phase:
 
 
 def longer_elsewhere() -> Phase:
+    """The same with a later window, guidance and few steps; .9 CPU-hours."""
     return Phase(
         name="longer_elsewhere",
         arms=tuple(chosen(HERE / "arms_longer_elsewhere.yaml")),
@@ -202,16 +198,18 @@ def longer_elsewhere() -> Phase:
 
 
 def longer_jpeg_again() -> Phase:
+    """`longer_jpeg` on other seeds; 1.3 CPU-hours."""
     return replace(longer_jpeg(), name="longer_jpeg_again", seeds=tuple(range(220, 248)))
 
 
 def longer_guided() -> Phase:
+    """The arms with guidance of `longer_elsewhere` on other seeds; .9 CPU-hours."""
     arms = tuple(arm for arm in longer_elsewhere().arms if arm.window == "guided")
     return replace(longer_elsewhere(), name="longer_guided", arms=arms, seeds=tuple(range(190, 210)))
 
 
 def exchanged() -> Phase:
-    """Paired with the runs of `longer` on the same seeds."""
+    """Rewards of other samples, beside the runs of `longer` on the same seeds; .5 CPU-hours."""
     return replace(
         longer(),
         name="exchanged",
@@ -405,10 +403,16 @@ def _progress(name: str, total: int) -> Iterator:
 
 
 if __name__ == "__main__":
+    about = {name: (PARTS.get(name) or samples_again).__doc__ for name in PHASE_NAMES}
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        epilog="\n".join(["phases:", *(f"  {name:18} {text}" for name, text in about.items())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("phase", choices=(*PHASE_NAMES, "analyse", "all"), nargs="?", default="all")
+    choices = (*PHASE_NAMES, "analyse", "all")
+    parser.add_argument(
+        "phase", choices=choices, nargs="?", default="all", metavar="PHASE", help="or analyse, or all"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each on one thread")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     arguments = parser.parse_args()
