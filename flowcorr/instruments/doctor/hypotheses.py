@@ -13,15 +13,15 @@ from flowcorr import sde
 from flowcorr.dumps.replay import SDE_TYPES
 from flowcorr.instruments.doctor.candidates import Candidate, Number
 from flowcorr.instruments.doctor.legs import Legs
+from flowcorr.instruments.doctor.mistakes import OTHER_TIMESTEPS
 from flowcorr.instruments.doctor.shifts import (
-    OTHER_TIMESTEPS,
     SHIFTS,
     own_shift,
     schedule,
     spacing_of,
     with_shift,
 )
-from flowcorr.instruments.doctor.stack import REFERENCES, Inputs, Stack
+from flowcorr.instruments.doctor.stack import OTHER_REFERENCES, Inputs, Stack
 
 _MAX_PROMPTS = 12
 _LENGTHS = (77, 128, 256, 512)
@@ -80,7 +80,7 @@ def _about_prompts(stack: Stack, pool: Sequence[str]) -> Iterator[Hypothesis]:
         inputs=tuple(replace(inputs, pooled_prompts=prompts) for prompts in texts),
         whole=False,
     )
-    for name in REFERENCES if stack.samples.references is not None else ():
+    for name in OTHER_REFERENCES if stack.samples.references is not None else ():
         yield Candidate(
             cause="references",
             message=f"with the reference images {name}",

@@ -8,25 +8,30 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor, nn
 
+from flowcorr.instruments.doctor.mistakes import FLIPS, configured, scalings
 from flowcorr.instruments.doctor.trials import REFERENCES, Trial
-from flowcorr.instruments.doctor.vae_numbers import configured, scalings
 from flowcorr.models.packed import PackedFamily
 from flowcorr.records import Prompt
 from flowcorr.sde.transition import over_elements
 
 _TRY = 0.05  # first change of the references' scale, and of their shift
 _ROUNDS = 5  # of Gauss and Newton for scale and shift
-_AXES = {"with red and blue exchanged": 1, "upside down": 2, "mirrored": 3}
+
+
+def _flipped(fitted: Image.Image, original: Image.Image, axis: int) -> Image.Image:
+    return Image.fromarray(np.flip(np.asarray(fitted), axis))
+
+
 _PIXELS: Mapping[str, Callable[[Image.Image, Image.Image], Image.Image]] = {
-    "with red and blue exchanged": lambda fitted, original: Image.merge("RGB", fitted.split()[::-1]),
-    "upside down": lambda fitted, original: ImageOps.flip(fitted),
-    "mirrored": lambda fitted, original: ImageOps.mirror(fitted),
+    **{words: partial(_flipped, axis=axis) for words, axis in FLIPS.items()},
     "squeezed, and not cut, to their size": lambda fitted, original: original.resize(fitted.size),
 }
 
@@ -44,7 +49,10 @@ def prepared(family: PackedFamily, prompts: Sequence[Prompt], references: Tensor
         return others | _unscaled(family, prompts, references)
     with torch.no_grad():
         pixels = family.decode(references.flatten(0, 1)).clamp(-1, 1).to(family.pipeline.vae.dtype)
-        flipped = {name: family.encode_image(pixels.flip(axis)) for name, axis in _AXES.items()}
+        flipped = {
+            words: family.encode_image(pixels.movedim(1, -1).flip(axis).movedim(-1, 1))
+            for words, axis in FLIPS.items()
+        }
     return {name: rows.to(references).view_as(references) for name, rows in flipped.items()}
 
 

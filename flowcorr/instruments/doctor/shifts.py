@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
-
-import torch
-from torch import Tensor
 
 from flowcorr.models import ModelFamily, Schedule
 from flowcorr.models.schedule import dynamic_shift, linear_schedule
@@ -17,13 +14,6 @@ from flowcorr.questions.question import SIGMAS
 Spacing = Literal["pipeline", "equal steps"]
 SHIFTS = (0.1, 20.0)
 """The range of shifts that are looked for."""
-OTHER_TIMESTEPS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "truncated to integers": torch.trunc,
-    "rounded to integers": torch.round,
-    "divided by 1000": lambda timesteps: timesteps / 1000,
-    "times 1000": lambda timesteps: timesteps * 1000,
-}
-"""Usual mistakes with the timesteps of a schedule, in words."""
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from flowcorr import sde
 from flowcorr.config.schema import LoraConfig
 from flowcorr.dumps.replay import COUNT, ReplaySamples
 from flowcorr.errors import ConfigError
+from flowcorr.instruments.doctor.mistakes import FLIPS
 from flowcorr.instruments.doctor.shifts import schedule_at
 from flowcorr.lora import ADAPTER, adapter_state, add_adapter
 from flowcorr.models import DTYPES, Conditioning, Guidance, ModelFamily, Schedule
@@ -32,11 +33,8 @@ from flowcorr.sde.transition import over_elements
 
 _BATCH = 8  # samples of a forward pass
 _MAX_FRAMES = 1024  # of a video whose number is looked for
-REFERENCES: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "": lambda pixels: pixels,
-    "with red and blue exchanged": lambda pixels: pixels.flip(-1),
-    "mirrored": lambda pixels: pixels.flip(-2),
-    "upside down": lambda pixels: pixels.flip(-3),
+OTHER_REFERENCES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    **{words: partial(torch.flip, dims=(axis,)) for words, axis in FLIPS.items()},
     **{
         f"of the sample {place} before": partial(torch.roll, shifts=place, dims=0)
         for place in range(1, COUNT)
@@ -61,7 +59,7 @@ class Inputs:
         swapped: whether prompt and negative prompt are exchanged.
         adapter: times that the adapter is applied: 1, or 0 without one.
         unadapted: the end of the names of layers without the adapter; empty where all have it.
-        references: a change of the reference images, a key of `REFERENCES`.
+        references: a change of the reference images, a key of `OTHER_REFERENCES`; empty for none.
         max_sequence_length: of the long text encoder.
         embeddings_cut: whether the embeddings of all text encoders together are cut to that length.
         timesteps: `[N]` of the schedule, as the transformer is fed.
@@ -274,9 +272,10 @@ class Stack:
 
     @contextmanager
     def _prompt(self, text: str, source: int, change: str = "") -> Iterator[Prompt]:
-        """A text with the reference images of a sample, changed as `REFERENCES` says; they are files meanwhile."""
+        """A text with the reference images of a sample, one of `OTHER_REFERENCES` of them; they are files meanwhile."""
         references = self.samples.tensors().get("references")
-        references = None if references is None else REFERENCES[change](references)
+        if references is not None and change:
+            references = OTHER_REFERENCES[change](references)
         with TemporaryDirectory() as folder:
             images = []
             for place, pixels in enumerate(() if references is None else references[source]):

@@ -19,7 +19,7 @@ from flowcorr.instruments.doctor.candidates import Candidate, Number, Tried, bes
 from flowcorr.instruments.doctor.captured import Captured
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import failed, judged, passed, skipped, warned
-from flowcorr.instruments.doctor.vae_numbers import configured, scalings
+from flowcorr.instruments.doctor.mistakes import configured, scalings
 from flowcorr.models import DTYPES, ModelFamily
 from flowcorr.questions.images import image_gaps
 from flowcorr.questions.question import IMAGES_REMEDY

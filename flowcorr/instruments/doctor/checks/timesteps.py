@@ -12,8 +12,8 @@ from flowcorr.health.finding import Finding
 from flowcorr.instruments.doctor.candidates import Candidate, best
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.doctor.findings import failed, passed, warned
+from flowcorr.instruments.doctor.mistakes import OTHER_TIMESTEPS
 from flowcorr.instruments.doctor.other_inputs import Means, explaining
-from flowcorr.instruments.doctor.shifts import OTHER_TIMESTEPS
 from flowcorr.instruments.doctor.trials import Trial, score_means
 from flowcorr.models import DTYPES
 from flowcorr.rollout.precision import NO_GAP

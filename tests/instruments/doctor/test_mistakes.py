@@ -1,11 +1,11 @@
-"""A VAE that scales its latents otherwise for a while."""
+"""Flipped images, and a VAE that scales its latents otherwise for a while."""
 
 import pytest
 import torch
 from tiny_pipelines import build_tiny_flux_kontext
 
 from flowcorr.config import ModelConfig
-from flowcorr.instruments.doctor.vae_numbers import configured, scalings
+from flowcorr.instruments.doctor.mistakes import FLIPS, configured, scalings
 from flowcorr.models import load_family
 from tests.shallow import SHALLOW
 
@@ -14,6 +14,14 @@ from tests.shallow import SHALLOW
 def family(request, tmp_path):
     path = SHALLOW if request.param == "sd3" else build_tiny_flux_kontext(tmp_path)
     return load_family(ModelConfig(path=str(path)))
+
+
+def test_flips_exchange_channels_columns_or_rows():
+    image = torch.arange(2 * 4 * 3).view(2, 4, 3)
+    flipped = {words: image.flip(axis) for words, axis in FLIPS.items()}
+    assert torch.equal(flipped["with red and blue exchanged"], image[..., [2, 1, 0]])
+    assert torch.equal(flipped["mirrored"], image[:, [3, 2, 1, 0]])
+    assert torch.equal(flipped["upside down"], image[[1, 0]])
 
 
 def test_each_wrong_use_decodes_otherwise_and_the_numbers_come_back(family):

@@ -1,12 +1,28 @@
-"""Numbers of a VAE's configuration that scale and shift its latents, and wrong uses of them."""
+"""Usual mistakes with images, timesteps and a VAE's numbers, in words: of an engine at hand and of captured samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from flowcorr.models import ModelFamily
+
+FLIPS: Mapping[str, int] = {
+    "with red and blue exchanged": -1,
+    "mirrored": -2,
+    "upside down": -3,
+}
+"""The flipped axis of images `[..., H, W, 3]`."""
+OTHER_TIMESTEPS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "truncated to integers": torch.trunc,
+    "rounded to integers": torch.round,
+    "divided by 1000": lambda timesteps: timesteps / 1000,
+    "times 1000": lambda timesteps: timesteps * 1000,
+}
 
 
 def scalings(family: ModelFamily) -> Iterator[tuple[str, dict[str, Any]]]:
