@@ -425,5 +425,5 @@ def _of_rewards(terms: DumpedTerms) -> Stats:
     if terms.group_ids is not None:
         groups = terms.group_ids.numpy()
         known.append("reward/zero_std_group_fraction")
-    logged = reward_metrics(RewardOutput(scores=scores), ~np.isfinite(scores), groups)
+    logged = reward_metrics(RewardOutput(scores=scores), groups)
     return {name: logged[name] for name in known}

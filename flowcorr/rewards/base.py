@@ -45,6 +45,11 @@ class RewardOutput:
     terms: Mapping[str, np.ndarray] = field(default_factory=dict)
     errors: Mapping[int, str] = field(default_factory=dict)
 
+    @property
+    def failed(self) -> np.ndarray:
+        """`[B]` bool, samples without a score."""
+        return ~np.isfinite(self.scores)
+
     def map(self, function: Callable[[np.ndarray], np.ndarray]) -> RewardOutput:
         """`function` of every array; the errors are left out."""
         return RewardOutput(
@@ -133,7 +138,7 @@ def score_batch(
     *,
     on_error: OnError = "fail",
     broken: Collection[int] = (),
-) -> tuple[RewardOutput, np.ndarray]:
+) -> RewardOutput:
     """Score a batch, and find the samples that cannot be scored.
 
     If the call for the whole batch raises, samples are scored one by one to find the ones at fault. A mistake in the
@@ -148,7 +153,7 @@ def score_batch(
         broken: places of samples without a picture, which have failed already, see `report_broken`.
 
     Returns:
-        The output, with NaN for failed samples, and `[B]` bool, True for failed samples.
+        The output, with NaN for all numbers of failed samples.
 
     Raises:
         BackendError: a sample failed under `fail`; the message names sample, prompt, reward and cause. Or a
@@ -173,7 +178,7 @@ def score_batch(
         _report(name, prompts, causes, on_error)
     failed = np.zeros(len(prompts), dtype=bool)
     failed[[*causes, *broken]] = True
-    return _with_nan(output, failed), failed
+    return output.map(lambda array: np.where(failed, np.nan, array)) if failed.any() else output
 
 
 def report_broken(prompts: Sequence[Prompt], broken: Mapping[int, str], on_error: OnError) -> None:
@@ -287,12 +292,6 @@ def _report(
     if on_error == "fail":
         raise BackendError(f"{message}; {_REMEDY}") from (cause if isinstance(cause, Exception) else None)
     logger.warning("%s; %d of %d samples failed and are left out", message, len(causes), len(prompts))
-
-
-def _with_nan(output: RewardOutput, failed: np.ndarray) -> RewardOutput:
-    if not failed.any():
-        return output
-    return output.map(lambda array: np.where(failed, np.nan, array))
 
 
 def _scores_of(output: RewardOutput, index: int) -> str:

@@ -54,14 +54,14 @@ def image_metrics(images: ImageArray, groups: np.ndarray, whole: np.ndarray) -> 
     return {f"reward/image/{name}": mean(float(value.sum()), len(value)) for name, value in values.items()}
 
 
-def reward_metrics(scored: RewardOutput, failed: np.ndarray, groups: np.ndarray) -> Stats:
+def reward_metrics(scored: RewardOutput, groups: np.ndarray) -> Stats:
     """The `reward/*` metrics of a step, over the samples that were scored.
 
     Args:
         scored: what the reward returned, `[B]`.
-        failed: `[B]` bool, samples without a score.
         groups: `[B]`, the samples' groups.
     """
+    failed = scored.failed
     scores = torch.as_tensor(scored.scores[~failed])
     good = Over(torch.ones_like(scores, dtype=torch.bool))
     members = [scored.scores[(groups == group) & ~failed] for group in np.unique(groups)]

@@ -175,7 +175,7 @@ def _find_broken(run: TrainingRun, rollout: Rollout) -> dict[int, str]:
     return {place: f"image {place % count} of group {groups[place]}: {why}" for place, why in broken.items()}
 
 
-def score(run: TrainingRun, samples: Samples) -> tuple[RewardOutput, np.ndarray]:
+def score(run: TrainingRun, samples: Samples) -> RewardOutput:
     """Score a batch, handle failures as `reward.on_error` says, and record them as events; see `score_batch`.
 
     A sample without a picture has failed, and no reward sees it.
@@ -183,15 +183,15 @@ def score(run: TrainingRun, samples: Samples) -> tuple[RewardOutput, np.ndarray]
     on_error = run.config.reward.on_error
     try:
         report_broken(samples.prompts, samples.broken, on_error)
-        scored, failed = score_batch(
+        scored = score_batch(
             samples.reward, samples.images, samples.prompts, on_error=on_error, broken=samples.broken
         )
     except BackendError as error:
         run.on_event("reward_failed", error=str(error))
         raise
-    if failed.any():
-        run.on_event("reward_failed", samples=int(failed.sum()), of=len(failed))
-    return scored, failed
+    if scored.failed.any():
+        run.on_event("reward_failed", samples=int(scored.failed.sum()), of=len(scored.failed))
+    return scored
 
 
 def drop_failed_groups(rollout: Rollout, failed: np.ndarray) -> Tensor:

@@ -127,12 +127,12 @@ def _score(
     """
     on_error = run.config.reward.on_error
     report_broken(prompts, broken, on_error)
-    output, failed = score_batch(reward, images, prompts, on_error=on_error, broken=broken)
-    scores = {"reward": output.scores, **output.extra}
+    output = score_batch(reward, images, prompts, on_error=on_error, broken=broken)
+    scores, failed = {"reward": output.scores, **output.extra}, output.failed
     if run.gold is not None:
-        gold, gold_failed = score_batch(run.gold, images, prompts, on_error=on_error, broken=broken)
+        gold = score_batch(run.gold, images, prompts, on_error=on_error, broken=broken)
         scores |= gold.extra
-        failed |= gold_failed
+        failed |= gold.failed
     scores = {name: np.where(failed, np.nan, values) for name, values in scores.items()}
     statistics = {f"image/{name}": values for name, values in image_statistics(images).items()}
     for values in statistics.values():

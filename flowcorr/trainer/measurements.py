@@ -31,7 +31,6 @@ def measure(
     run: TrainingRun,
     samples: Samples,
     scored: RewardOutput,
-    failed: np.ndarray,
     batch: ActorBatch,
     old: Scores | None,
     step: int,
@@ -43,7 +42,6 @@ def measure(
         run: the training run, whose weights are still those that sampled.
         samples: of training step `step`.
         scored: their scores, `[B]`.
-        failed: `[B]` bool, samples without a score.
         batch: the samples that the actor will learn from, before their correction.
         old: the scores of `batch` under the old policy; None in bypass mode.
         step: the training step.
@@ -56,7 +54,7 @@ def measure(
     whole = np.array([place not in samples.broken for place in range(len(samples.images))])
     measured: list[Metrics | Stats] = [
         image_metrics(samples.images, samples.group_ids, whole),
-        reward_metrics(scored, failed, samples.group_ids),
+        reward_metrics(scored, samples.group_ids),
         {
             "rollout/num_elements": maximum(samples.rollout.num_elements),
             "rollout/usual_gap": maximum(run.usual_gap),
@@ -158,7 +156,7 @@ def measure_replay(
     stats = replay_metrics(whole)
     good = np.flatnonzero(np.isfinite(scored.scores[places]))
     if len(good):
-        again, _ = score_batch(
+        again = score_batch(
             run.reward, images[good], [prompts[place] for place in good], on_error=run.config.reward.on_error
         )
         gaps = reward_gaps(scored.scores[places[good]], again.scores, all_scores=scored.scores)

@@ -73,10 +73,10 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
     if recomputes and not selects:  # while a reward that has a thread of its own is computed
         old = recompute(rollout)
     with distributed.fail_together("the rewards"), watch("reward"):
-        scored, failed = score(run, samples)
+        scored = score(run, samples)
 
     # Whole groups only: an advantage compares an image with the others of its prompt.
-    kept, std = drop_failed_groups(rollout, failed[samples.fresh]), config.algorithm.advantage_std
+    kept, std = drop_failed_groups(rollout, scored.failed[samples.fresh]), config.algorithm.advantage_std
     succeeded = scored.map(lambda values: values[samples.fresh][kept.cpu().numpy()])
     group_ids = rollout.group_ids[kept]
     rewards = training_scores(succeeded, config.reward.terms, group_ids)
@@ -97,7 +97,7 @@ def train_step(run: TrainingRun, step: int, on_phase: Callable[[str], None]) -> 
         batch = apply_bypass_mode_to_diffusion_batch(batch)
     else:
         batch = replace(batch, old_log_probs=old.log_probs, old_means=old.means)
-    metrics += measure(run, samples, scored, failed, batch, old, step, watch)
+    metrics += measure(run, samples, scored, batch, old, step, watch)
     if correction.mode == "decoupled":
         with watch("correction"):
             batch, corrected = apply_rollout_correction_to_diffusion_batch(

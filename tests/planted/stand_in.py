@@ -132,7 +132,7 @@ class Bench:
             reward=_equal_scores,
         )
         samples = collect(run, self._prompts, range(len(self._prompts)), TRAINING_STEP)
-        scored, _ = score(run, samples)
+        scored = score(run, samples)
         rollout = samples.rollout
         noise = FirstScores(rollout, actor, TRAINING_STEP)
         old = actor.log_probs(rollout, observe=noise)

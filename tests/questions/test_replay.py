@@ -80,7 +80,7 @@ def make_training():
 def replayed(run, step=STEP):
     """`rollout_corr/replay/*` of a step's samples."""
     samples = collect(run, PROMPTS, range(2), step)
-    scored, _ = score(run, samples)
+    scored = score(run, samples)
     stats, _ = measure_replay(run, samples, scored, step)
     return Metrics(stats).compute()
 
@@ -355,7 +355,7 @@ def test_schedule(every, steps, make_config):
 def residual(run, name, step=STEP):
     """The mean of a residual over the replays of a step, the largest of its channels."""
     samples = collect(run, PROMPTS, range(2), step)
-    scored, _ = score(run, samples)
+    scored = score(run, samples)
     stats, window = measure_replay(run, samples, scored, step)
     parts = Metrics(stats, window.metrics()).parts(f"residual_terms/{name}/{{}}")
     return max((mean for _, mean, _ in parts), key=abs, default=None)

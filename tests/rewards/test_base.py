@@ -75,10 +75,10 @@ def test_as_reward_output_refuses_other_shapes(value, message):
 
 @pytest.mark.parametrize("on_error", ["fail", "drop_group"])
 def test_good_batch_has_no_failure(on_error):
-    output, failed = score_batch(first_pixel, IMAGES, PROMPTS, on_error=on_error)
+    output = score_batch(first_pixel, IMAGES, PROMPTS, on_error=on_error)
     assert output.scores.tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert failed.dtype == bool
-    assert not failed.any()
+    assert output.failed.dtype == bool
+    assert not output.failed.any()
 
 
 def test_fail_names_sample_prompt_reward_and_cause():
@@ -95,16 +95,16 @@ def test_fail_names_non_finite_sample():
 
 def test_drop_group_marks_the_samples_that_raise(caplog):
     with caplog.at_level(logging.WARNING):
-        output, failed = score_batch(dislikes_two, IMAGES, PROMPTS, on_error="drop_group")
-    assert failed.tolist() == [False, False, True, False]
+        output = score_batch(dislikes_two, IMAGES, PROMPTS, on_error="drop_group")
+    assert output.failed.tolist() == [False, False, True, False]
     np.testing.assert_array_equal(output.scores, [0.0, 1.0, np.nan, 3.0])
     np.testing.assert_array_equal(output.extra["square"], [0.0, 1.0, np.nan, 9.0])
     assert "1 of 4" in caplog.text
 
 
 def test_drop_group_marks_non_finite_samples():
-    output, failed = score_batch(nan_at_one, IMAGES, PROMPTS, on_error="drop_group")
-    assert failed.tolist() == [False, True, False, False]
+    output = score_batch(nan_at_one, IMAGES, PROMPTS, on_error="drop_group")
+    assert output.failed.tolist() == [False, True, False, False]
     np.testing.assert_array_equal(output.scores, [0.0, np.nan, 2.0, 3.0])
 
 
@@ -113,8 +113,8 @@ def test_infinite_scores_and_their_extras_become_nan():
         scores = np.array([0.0, 1.0, 2.0, -np.inf])
         return RewardOutput(scores=scores, extra={"raw": np.ones(4)})
 
-    output, failed = score_batch(infinite_at_three, IMAGES, PROMPTS, on_error="drop_group")
-    assert failed.tolist() == [False, False, False, True]
+    output = score_batch(infinite_at_three, IMAGES, PROMPTS, on_error="drop_group")
+    assert output.failed.tolist() == [False, False, False, True]
     np.testing.assert_array_equal(output.scores, [0.0, 1.0, 2.0, np.nan])
     np.testing.assert_array_equal(output.extra["raw"], [1.0, 1.0, 1.0, np.nan])
 
@@ -123,8 +123,8 @@ def test_an_infinite_extra_is_a_failure_and_a_missing_one_is_none():
     def partly_known(images, prompts):
         return RewardOutput(scores=np.arange(4.0), extra={"raw": np.array([1.0, np.nan, np.inf, 2.0])})
 
-    _, failed = score_batch(partly_known, IMAGES, PROMPTS, on_error="drop_group")
-    assert failed.tolist() == [False, False, True, False]
+    output = score_batch(partly_known, IMAGES, PROMPTS, on_error="drop_group")
+    assert output.failed.tolist() == [False, False, True, False]
 
 
 def test_samples_without_a_picture_are_left_to_no_reward(caplog):
@@ -134,8 +134,8 @@ def test_samples_without_a_picture_are_left_to_no_reward(caplog):
     with caplog.at_level(logging.WARNING):
         report_broken(PROMPTS, broken, "drop_group")
     assert "1 of 4" in caplog.text
-    output, failed = score_batch(dislikes_two, IMAGES, PROMPTS, broken=broken)  # it would raise on that one
-    assert failed.tolist() == [False, False, True, False]
+    output = score_batch(dislikes_two, IMAGES, PROMPTS, broken=broken)  # it would raise on that one
+    assert output.failed.tolist() == [False, False, True, False]
     np.testing.assert_array_equal(output.scores, [0.0, 1.0, np.nan, 3.0])
     np.testing.assert_array_equal(output.extra["square"], [0.0, 1.0, np.nan, 9.0])
 
@@ -149,8 +149,8 @@ def test_drop_group_marks_all_when_all_raise():
     def broken(images, prompts):
         raise ValueError("no words")
 
-    output, failed = score_batch(broken, IMAGES, PROMPTS, on_error="drop_group")
-    assert failed.all()
+    output = score_batch(broken, IMAGES, PROMPTS, on_error="drop_group")
+    assert output.failed.all()
     assert np.isnan(output.scores).all()
 
 
@@ -162,8 +162,8 @@ def test_batch_that_only_fails_as_a_whole():
 
     with pytest.raises(BackendError, match="one_at_a_time .*ValueError: .* 4 samples"):
         score_batch(one_at_a_time, IMAGES, PROMPTS)
-    output, failed = score_batch(one_at_a_time, IMAGES, PROMPTS, on_error="drop_group")
-    assert not failed.any()
+    output = score_batch(one_at_a_time, IMAGES, PROMPTS, on_error="drop_group")
+    assert not output.failed.any()
     assert output.scores.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
@@ -206,8 +206,8 @@ def test_reward_that_knows_why_says_so(caplog):
     reason = "too dark"
     with pytest.raises(BackendError, match=rf"unsure .*sample 1 .*'prompt 1'\): {reason};"):
         score_batch(unsure, IMAGES, PROMPTS)
-    output, failed = score_batch(unsure, IMAGES, PROMPTS, on_error="drop_group")
-    assert failed.tolist() == [False, True, False, False]
+    output = score_batch(unsure, IMAGES, PROMPTS, on_error="drop_group")
+    assert output.failed.tolist() == [False, True, False, False]
     assert reason in caplog.text
 
 
@@ -273,7 +273,7 @@ def test_a_service_may_refuse_a_sample(serve, status, of_sample):
         return first_pixel(images, prompts)
 
     if of_sample:
-        assert score_batch(reward, IMAGES, PROMPTS, on_error="drop_group")[1].tolist() == [
+        assert score_batch(reward, IMAGES, PROMPTS, on_error="drop_group").failed.tolist() == [
             False,
             False,
             True,
@@ -294,7 +294,7 @@ def test_terms_and_errors_survive_scoring_one_by_one(caplog):
             scores=scores, terms={"a": value + 10}, errors={0: "no two"} if value == 2 else {}
         )
 
-    output, failed = score_batch(one_at_a_time, IMAGES, PROMPTS, on_error="drop_group")
-    assert failed.tolist() == [False, False, True, False]
+    output = score_batch(one_at_a_time, IMAGES, PROMPTS, on_error="drop_group")
+    assert output.failed.tolist() == [False, False, True, False]
     np.testing.assert_array_equal(output.terms["a"], [10, 11, np.nan, 13])
     assert "sample 2 (prompt 'prompt 2'): no two" in caplog.text

@@ -229,8 +229,8 @@ def test_gold_that_cannot_score_a_sample_fails_it(name):
     reward = build_reward([term("jpeg_compressibility")], gold=[term(f"users_rewards:{name}")])
     with pytest.raises(BackendError, match=rf"sample 1 .*'bb'.*gold/{name}\b"):
         score_batch(reward, IMAGES, PROMPTS)
-    output, failed = score_batch(reward, IMAGES, PROMPTS, on_error="drop_group")
-    assert failed.tolist() == [False, True, False]
+    output = score_batch(reward, IMAGES, PROMPTS, on_error="drop_group")
+    assert output.failed.tolist() == [False, True, False]
     np.testing.assert_array_equal(output.extra[f"gold/{name}"], [1, np.nan, 1])
 
 
@@ -252,8 +252,8 @@ TAGGED = [Prompt(text=text, tag=tag) for text, tag in (("a", "text"), ("bb", "co
 
 def test_a_term_scores_the_prompts_that_have_its_tags():
     own = term("users_rewards:Length", 2, tags=("text", "colour"))
-    output, failed = score_batch(build_reward([own, term("users_rewards:brightness")]), IMAGES, TAGGED)
-    assert not failed.any()
+    output = score_batch(build_reward([own, term("users_rewards:brightness")]), IMAGES, TAGGED)
+    assert not output.failed.any()
     assert output.scores.tolist() == [0 + 2 * 1, 100, 200 + 2 * 3]
     np.testing.assert_array_equal(output.extra["Length"], [1, np.nan, 3])
     np.testing.assert_array_equal(output.extra["Length_odd"], [1, np.nan, 1])
@@ -272,8 +272,8 @@ def test_a_failure_of_a_term_with_tags_is_that_of_its_sample(monkeypatch):
 
     prompts = [TAGGED[1], TAGGED[0], Prompt(text="bb", tag="text")]
     reward = build_reward([term("users_rewards:nan_at_bb", tags=("text",)), term("users_rewards:brightness")])
-    _, failed = score_batch(reward, IMAGES, prompts, on_error="drop_group")
-    assert failed.tolist() == [False, False, True]
+    output = score_batch(reward, IMAGES, prompts, on_error="drop_group")
+    assert output.failed.tolist() == [False, False, True]
 
     def unsure(images, prompts):
         return RewardOutput(scores=np.array([1.0, np.nan]), errors={1: reason})
@@ -343,8 +343,8 @@ def test_recipe_with_normalised_terms_and_gold(tmp_path):
         ("jpeg_compressibility", 0.5, "group"),
         ("users_rewards:Length", 1.0, "group"),
     ]
-    output, failed = score_batch(build_reward(config.terms, config.gold), IMAGES, PROMPTS)
-    assert not failed.any()
+    output = score_batch(build_reward(config.terms, config.gold), IMAGES, PROMPTS)
+    assert not output.failed.any()
     assert list(output.extra) == ["jpeg_compressibility", "Length", "Length_odd", "gold/brightness"]
     scores = training_scores(output, config.terms, torch.tensor([0, 0, 0]))
     np.testing.assert_allclose(scores.sum(), 0, atol=1e-9)

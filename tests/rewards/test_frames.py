@@ -25,7 +25,7 @@ def brightness(images, prompts):
 def score(reward, rule, **facts):
     reward.__dict__.update(facts)
     whole = WeightedSum(scorers=(Scorer(label="own", reward=reward, frames=rule),))
-    return score_batch(whole, VIDEOS, PROMPTS)[0]
+    return score_batch(whole, VIDEOS, PROMPTS)
 
 
 @pytest.mark.parametrize("takes_videos", [False, True])
@@ -83,8 +83,8 @@ def test_a_frame_that_fails_fails_its_sample():
         return RewardOutput(scores=np.where(scores == 13, np.nan, scores), errors=bad)
 
     whole = WeightedSum(scorers=(Scorer(label="own", reward=picky, frames="mean"),))
-    output, failed = score_batch(whole, VIDEOS, PROMPTS, on_error="drop_group")
-    assert failed.tolist() == [False, True, False, False, False, False]
+    output = score_batch(whole, VIDEOS, PROMPTS, on_error="drop_group")
+    assert output.failed.tolist() == [False, True, False, False, False, False]
     assert whole(VIDEOS, PROMPTS).errors == {1: "frame 3: it is too dark"}
 
 

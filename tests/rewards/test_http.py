@@ -91,8 +91,8 @@ def test_null_fails_that_sample(serve):
     server = serve(lambda request: {"scores": [1, 2, None, 4, 5], "extra": {"raw": [None, 1, 1, 1, 1]}})
     with pytest.raises(BackendError, match="sample 2 .*'prompt 2'"):
         score_batch(reward(server), IMAGES, PROMPTS)
-    output, failed = score_batch(reward(server), IMAGES, PROMPTS, on_error="drop_group")
-    assert failed.tolist() == [False, False, True, False, False]
+    output = score_batch(reward(server), IMAGES, PROMPTS, on_error="drop_group")
+    assert output.failed.tolist() == [False, False, True, False, False]
     np.testing.assert_array_equal(output.scores, [1, 2, np.nan, 4, 5])
     np.testing.assert_array_equal(output.extra["raw"], [np.nan, 1, np.nan, 1, 1])
 

@@ -86,7 +86,7 @@ def test_reward_metrics_are_of_the_scored_samples():
         scores=np.array([1.0, 3.0, np.nan, 2.0, 4.0, 4.0]),
         extra={"exact_match": np.array([0.0, 1.0, np.nan, 1.0, 1.0, 1.0]), "none": np.full(6, np.nan)},
     )
-    values = Metrics(reward_metrics(scored, np.isnan(scored.scores), np.array([0, 0, 1, 1, 2, 2]))).compute()
+    values = Metrics(reward_metrics(scored, np.array([0, 0, 1, 1, 2, 2]))).compute()
     assert values == {
         "reward/failed_samples": 1,
         "reward/mean": pytest.approx(14 / 5),

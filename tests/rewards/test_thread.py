@@ -82,22 +82,22 @@ def ahead_of(reward):
 
 def test_scores_of_parts_are_those_of_one_call(start):
     local, threaded = start(JpegCompressibility(), JpegIncompressibility())
-    expected, _ = score_batch(local, IMAGES, PROMPTS)
+    expected = score_batch(local, IMAGES, PROMPTS)
     for reward in (threaded, ahead_of(threaded)):
-        found, failed = score_batch(reward, IMAGES, PROMPTS)
+        found = score_batch(reward, IMAGES, PROMPTS)
         np.testing.assert_array_equal(found.scores, expected.scores)
         for name in ("extra", "terms"):
             ours, theirs = getattr(found, name), getattr(expected, name)
             assert ours.keys() == theirs.keys()
             assert all((ours[key] == theirs[key]).all() for key in ours)
-        assert not failed.any()
+        assert not found.failed.any()
 
 
 def test_the_trainer_goes_on_while_parts_are_scored_in_order(start):
     _, threaded = start(patient)
     ahead = ahead_of(threaded)  # a call in this thread would wait for the release
     RELEASED.set()
-    scores, _ = score_batch(ahead, IMAGES, PROMPTS)
+    scores = score_batch(ahead, IMAGES, PROMPTS)
     np.testing.assert_array_equal(scores.scores, 0.5 * IMAGES.mean((1, 2, 3)))
     assert [(f"image {part.start}", "rewards") for part in PARTS] == CALLS
 
@@ -107,8 +107,8 @@ def test_images_beyond_the_prompts_are_left_out(start):
     ahead, on_images = scored_ahead(threaded, PROMPTS[:5])
     for part in PARTS:
         on_images(torch.tensor(IMAGES[part]))
-    expected, _ = score_batch(threaded, IMAGES[:5], PROMPTS[:5])
-    found, _ = score_batch(ahead, IMAGES[:5], PROMPTS[:5])
+    expected = score_batch(threaded, IMAGES[:5], PROMPTS[:5])
+    found = score_batch(ahead, IMAGES[:5], PROMPTS[:5])
     np.testing.assert_array_equal(found.scores, expected.scores)
 
 
@@ -117,8 +117,8 @@ def test_failures_are_found_and_named_as_in_one_call(start, caplog):
     seen = []
     for reward in (local, ahead_of(threaded)):
         caplog.clear()
-        found, failed = score_batch(reward, IMAGES, PROMPTS, on_error="drop_group")
-        assert np.flatnonzero(failed).tolist() == [3, 5]
+        found = score_batch(reward, IMAGES, PROMPTS, on_error="drop_group")
+        assert np.flatnonzero(found.failed).tolist() == [3, 5]
         with pytest.raises(BackendError) as caught:
             score_batch(local if reward is local else ahead_of(threaded), IMAGES, PROMPTS)
         seen.append((caplog.messages, str(caught.value), found.scores.tolist()))

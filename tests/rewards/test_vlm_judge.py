@@ -140,8 +140,8 @@ def test_unreadable_answer_fails_its_sample_alone_with_the_reason(serve, content
     with pytest.raises(BackendError, match=f'sample 1 .*"shut".*{named}'):
         score_batch(judge(server), IMAGES, PROMPTS)
     server.requests.clear()
-    output, failed = score_batch(judge(server), IMAGES, PROMPTS, on_error="drop_group")
-    assert failed.tolist() == [False, True, False, False]
+    output = score_batch(judge(server), IMAGES, PROMPTS, on_error="drop_group")
+    assert output.failed.tolist() == [False, True, False, False]
     np.testing.assert_allclose(output.scores, [0.1, np.nan, 0.3, 0.4])
     assert re.search(named, caplog.text)
     assert len(server.requests) == 4
@@ -154,8 +154,8 @@ def test_an_answer_that_is_cut_off_fails_its_sample_alone(serve, finish, caplog)
         score_batch(judge(server), IMAGES, PROMPTS)
     whole = completion('{"score": 1}')
     server = serve(lambda request: completion('{"score": 9} or', finish) if place_of(request) == 2 else whole)
-    output, failed = score_batch(judge(server, max_tokens=64), IMAGES, PROMPTS, on_error="drop_group")
-    assert failed.tolist() == [False, False, True, False]
+    output = score_batch(judge(server, max_tokens=64), IMAGES, PROMPTS, on_error="drop_group")
+    assert output.failed.tolist() == [False, False, True, False]
     np.testing.assert_allclose(output.scores, [0.1, 0.1, np.nan, 0.1])
     assert ("raise max_tokens=64" in caplog.text) == (finish == "length")
 
@@ -204,9 +204,9 @@ def test_refused_image_fails_its_sample_alone_with_the_reason(serve, status, mod
     with pytest.raises(BackendError, match=named):
         score_batch(reward, IMAGES, PROMPTS)
     server.requests.clear()
-    output, failed = score_batch(reward, IMAGES, PROMPTS, on_error="drop_group")
-    assert failed.tolist() == [False, True, False, False]
-    assert np.isnan(output.scores).tolist() == failed.tolist()
+    output = score_batch(reward, IMAGES, PROMPTS, on_error="drop_group")
+    assert output.failed.tolist() == [False, True, False, False]
+    assert np.isnan(output.scores).tolist() == output.failed.tolist()
     assert re.search(named, caplog.text)
     assert len(server.requests) == 4
 

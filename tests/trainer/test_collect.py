@@ -86,12 +86,12 @@ def test_no_reward_sees_it_and_no_statistic_does(prepared):
     run.reward = reward
     drawn = run.prompts.next(2)
     samples = collect(run, drawn, range(2), 1)
-    output, failed = score(run, samples)
+    output = score(run, samples)
     (images,) = seen
     whole = [row for row in range(4) if row != place]
     assert np.array_equal(images, samples.images[whole])
     assert output.scores[whole].tolist() == [0, 1, 2]
-    assert np.flatnonzero(failed).tolist() == [place]
+    assert np.flatnonzero(output.failed).tolist() == [place]
 
 
 def test_where_all_overflow_nothing_is_left(prepared):
@@ -116,7 +116,7 @@ def test_latents_that_are_not_finite_fail_like_pixels(prepared, bad):
     samples = collect(run, run.prompts.next(2), range(2), 1)
     assert sorted(samples.broken) == [0, 1]
     assert "rollout.dtype=float32" in samples.broken[0]
-    assert score(run, samples)[1].tolist() == [True, True, False, False]
+    assert score(run, samples).failed.tolist() == [True, True, False, False]
 
 
 def test_an_engine_that_does_not_know_is_judged_by_the_trainer(prepared):

@@ -68,21 +68,21 @@ def assert_same(one, other):
 
 def test_scores_extras_terms_and_gold_are_the_same(remote, local, images, prompts):
     assert remote.name == local.name
-    expected, none = score_batch(local, images, prompts)
-    found, failed = score_batch(remote, images, prompts)
+    expected = score_batch(local, images, prompts)
+    found = score_batch(remote, images, prompts)
     assert_same(found, expected)
     assert set(found.extra) >= {"jpeg_compressibility", "brightness", "gold/jpeg_incompressibility"}
     assert set(found.terms) == {"jpeg_compressibility", "brightness"}
-    assert not failed.any()
-    assert not none.any()
+    assert not found.failed.any()
+    assert not expected.failed.any()
 
 
 def test_failures_are_found_and_named_as_here(remote, local, images, prompts, caplog):
     images[[3, 30]] = 0
     for reward in (local, remote):
         caplog.clear()
-        found, failed = score_batch(reward, images, prompts, on_error="drop_group")
-        assert np.flatnonzero(failed).tolist() == [3, 30]
+        found = score_batch(reward, images, prompts, on_error="drop_group")
+        assert np.flatnonzero(found.failed).tolist() == [3, 30]
         assert np.isnan(found.scores[[3, 30]]).all()
         (record,) = [record for record in caplog.records if record.name == "flowcorr.rewards.base"]
         said = record.getMessage()
@@ -96,7 +96,7 @@ def test_failures_are_found_and_named_as_here(remote, local, images, prompts, ca
         assert "2 of 40" in said
         with pytest.raises(BackendError, match=r"sample 3 \(prompt 'image 3'\): .*ValueError"):
             score_batch(reward, images, prompts)
-    expected, _ = score_batch(local, images, prompts, on_error="drop_group")
+    expected = score_batch(local, images, prompts, on_error="drop_group")
     assert_same(found, expected)
 
 
@@ -126,8 +126,8 @@ def test_shards_are_scored_when_they_are_there(ray_cluster, remote, local, image
     for shard, answer in reversed(shards):
         shard.set_result(answer)
     wait_for(lambda: all(score.done() for score in reward.scores))
-    expected, _ = score_batch(local, images[:24], prompts[:24])
-    found, _ = score_batch(reward, images[:24], prompts[:24])
+    expected = score_batch(local, images[:24], prompts[:24])
+    found = score_batch(reward, images[:24], prompts[:24])
     assert_same(found, expected)
 
 
@@ -138,9 +138,9 @@ def test_a_shard_that_fails_is_scored_again_one_by_one(ray_cluster, remote, loca
     reward = remote.follow([shard for shard, _ in shards], [prompts[part] for part in parts])
     for shard, answer in shards:
         shard.set_result(answer)
-    found, failed = score_batch(reward, images[:16], prompts[:16], on_error="drop_group")
-    expected, _ = score_batch(local, images[:16], prompts[:16], on_error="drop_group")
-    assert np.flatnonzero(failed).tolist() == [11]
+    found = score_batch(reward, images[:16], prompts[:16], on_error="drop_group")
+    expected = score_batch(local, images[:16], prompts[:16], on_error="drop_group")
+    assert np.flatnonzero(found.failed).tolist() == [11]
     assert_same(found, expected)
 
 
@@ -157,10 +157,10 @@ def test_a_killed_reward_worker_is_replaced_and_its_share_scored_elsewhere(
     """And secrets of options reach no log, neither by this nor by an image that fails."""
     events.clear()
     os.kill(remote._workers.places[0]["pid"], signal.SIGKILL)
-    found, failed = score_batch(remote, images, prompts)
-    expected, _ = score_batch(local, images, prompts)
+    found = score_batch(remote, images, prompts)
+    expected = score_batch(local, images, prompts)
     assert_same(found, expected)
-    assert not failed.any()
+    assert not found.failed.any()
     wait_for(lambda: [event["kind"] for event in events].count("worker_restarted") == 1)
     assert [event["kind"] for event in events] == ["worker_lost", "shard_retried", "worker_restarted"]
     assert events[0]["worker"] == "reward worker 0"

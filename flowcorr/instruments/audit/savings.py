@@ -159,9 +159,9 @@ def _measure(config: Config, *, batches: Sequence[Sequence[Prompt]], run: Path |
             gaps.append(measure_gap(actor, rollout.to(actor.device)))
             pixels = rollout.decoded.cpu().numpy()
             prompts = [prompt for prompt in batch for _ in range(count)]
-            scored, failed = score_batch(reward, pixels, prompts, on_error=config.reward.on_error)
+            scored = score_batch(reward, pixels, prompts, on_error=config.reward.on_error)
             images.append(pixels)
-            rewards.append(np.where(failed, np.nan, scored.scores).reshape(len(batch), count))
+            rewards.append(scored.scores.reshape(len(batch), count))
     finally:
         engine.close()
     return Measured(

@@ -47,7 +47,7 @@ def check_captured_reward(captured: Captured) -> Finding:
     reward = build_reward(config.reward.terms, timeout=config.reward.timeout)
     assert isinstance(samples.images, Tensor)
     try:
-        again, _ = score_batch(reward, samples.images.numpy(), prompts, on_error=config.reward.on_error)
+        again = score_batch(reward, samples.images.numpy(), prompts, on_error=config.reward.on_error)
     except (BatchError, BackendError) as error:
         return skipped(f"cannot tell: {error}", remedy)
     gaps = reward_gaps(rewards.double().numpy(), again.scores, all_scores=rewards.double().numpy())
