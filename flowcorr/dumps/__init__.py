@@ -71,7 +71,8 @@ class StepFields(TypedDict, total=False):
         advantages: `[B]`, or `[B, T]` with one value a sample.
         old_log_probs: `[B, T]` of the old policy, recomputed by the trainer; None if the trainer took the rollout's
             for them (bypass mode), as flow_grpo does.
-        current_log_probs: `[B, T]`, as the loss used them.
+        current_log_probs: `[B, T]`, as the loss used them; NaN in terms that were not trained, as many in each sample,
+            or in whole steps of the window.
         before_update: `[B, T]` true or false, or 1 or 0: which of `current_log_probs` were scored before the step's
             first update. In bypass mode, the gap is judged by these terms alone.
         rewards: `[B]`, or `[B, T]` with one value a sample.
@@ -184,10 +185,11 @@ def described(step: int, **given: Unpack[StepFields]) -> tuple[DumpedTerms, Logg
         raise BatchError(problem)
     if "group_ids" in known:
         known["group_ids"] = arrays.numbered(known["group_ids"])
-    tensors: dict[str, Any] = {
-        name: arrays.fitted(name, arrays.numbers(name, value), rollout.shape) for name, value in known.items()
-    }
-    bypass = "old_log_probs" not in tensors
+    columns = {name: arrays.numbers(name, value) for name, value in known.items()}
+    tensors: dict[str, Any] = arrays.trained(
+        {name: arrays.fitted(name, values, rollout.shape) for name, values in columns.items()}
+    )
+    rollout, bypass = tensors["rollout_log_probs"], "old_log_probs" not in tensors
     if bypass and "old_rollout_kl" in tensors:
         tensors |= {"current_rollout_kl": tensors.pop("old_rollout_kl")}
     terms = DumpedTerms(bypass=bypass, **{"old_log_probs": rollout, **tensors}, **numbers)

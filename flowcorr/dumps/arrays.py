@@ -59,3 +59,31 @@ def fitted(name: str, values: Tensor, shape: torch.Size) -> Tensor:
             f"{list(expected)}" + (", one value a sample" if column.per_sample else "")
         )
     return values
+
+
+def trained(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Leave out the terms `[B, T]` that were not trained, where each sample trains steps of its own, as in DanceGRPO.
+
+    These are NaN in the trainer's log-probs, and as many in each sample: values that are lost are not. Steps of the
+    window that no sample trains stay, since another training step may score them.
+
+    Args:
+        tensors: as `fitted` returns them, by name.
+
+    Returns:
+        Tensors `[B, T']` of the trained terms with their `step_indices`, or the ones that were given.
+    """
+    rollout = tensors["rollout_log_probs"]
+    scored = tensors.get("current_log_probs", tensors.get("old_log_probs", rollout))
+    untrained = scored.isnan() & rollout.isfinite()
+    counts = untrained.sum(1)
+    left_out, window = int(counts[0]), rollout.shape[1]
+    if not 0 < left_out < window or bool((counts != left_out).any() | (untrained == untrained[0]).all()):
+        return tensors
+    kept = (~untrained).nonzero()[:, 1].view(-1, window - left_out)
+    places = torch.arange(window).expand(rollout.shape)
+    by_term = {name for name in tensors if not checks.COLUMNS[name].per_sample}
+    chosen = {name: tensors[name].gather(1, kept) for name in by_term}
+    if not {"step_indices", "sigmas"} & by_term:
+        chosen["step_indices"] = places.gather(1, kept)
+    return tensors | chosen

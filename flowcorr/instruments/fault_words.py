@@ -31,6 +31,10 @@ FAULTS: Mapping[str, Fault] = {
         meaning="Log-probs are sums over the latent, where means are expected.",
         hides=("other_std",),
     ),
+    "one_for_all": Fault(
+        meaning="All samples have one log-prob, as of a mean over the batch.",
+        hides=("other_order", "one_step", "shared_shift", "other_std", "few_samples"),
+    ),
     "other_order": Fault(
         meaning="The trainer's log-probs are those of the engine in another order of samples or steps.",
         hides=("other_std",),

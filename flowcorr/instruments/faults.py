@@ -16,15 +16,17 @@ from torch import Tensor
 
 from flowcorr.health.finding import Finding
 from flowcorr.instruments.fault_words import FAULTS
-from flowcorr.instruments.stored import rounding_of
+from flowcorr.instruments.gap_size import estimated_kl
+from flowcorr.instruments.stored import rounding_of, stored_in
 from flowcorr.records import Terms
 
 # Mean-pooled log-probs are `-log s - 1.42` on average, so -1.4 to 12 for any std of 6e-6 to 1; sums are D times that.
 _LARGEST_MEAN = 25.0
 # Two stacks that score alike to float32 rounding differ by less than this, relative to a log-prob.
 _ROUNDING = 5e-6
-# A step beside the next largest one. Rounding grows towards late steps too: int4 on the embedded model by 25. Also a
-# sample beside the median one.
+# A step's distance of step means beside the next largest one, in stds. One rounding of velocities moves late steps
+# farther: by 9 beside the next one where Flow-CPS ends at sigma .02, and the velocity itself is rounded by 3 times as
+# much there. Also a sample beside the median one.
 _ALONE = 30.0
 # Mean beside spread of a step's differences: a shift that all samples share, instead of one that varies with them.
 _SHARED = 2.0
@@ -136,6 +138,29 @@ def _summed(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
     )
 
 
+def _one_for_all(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
+    alike: dict[str, set[int]] = {}
+    for gap in gaps.values():
+        for index in gap.step_index.unique().tolist():
+            for side, name in _SIDES.items():
+                values = getattr(gap, name)[gap.step_index == index]
+                values = values[values.isfinite()]
+                if len(values) >= _FEWEST and bool((values == values[0]).all()) and stored_in(values) is None:
+                    alike.setdefault(side, set()).add(index)
+    if not alike:
+        return None
+    places = sorted(set().union(*alike.values()))
+    return Finding(
+        level="serious",
+        cause="one_for_all",
+        sentence=f"{' and '.join(alike)} log-probs are one number for all samples, at {_named('step', places)} of the "
+        "schedule",
+        reason="the noise of each sample gives it a log-prob of its own",
+        numbers={"steps": places},
+        remedy="take mean() over the latent alone, and not over the batch; until then no sample has a ratio of its own",
+    )
+
+
 def _typical(values: Tensor) -> float:
     """Median magnitude of the finite values; 0 without any."""
     known = values[values.isfinite()].abs()
@@ -193,7 +218,10 @@ def _one_step(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
     ranked = sorted(sizes, key=lambda one: sizes[one], reverse=True)
     index = ranked[0]
     mean, spread = _mean_and_spread(by_step[index])
-    if sizes[index] <= max(_ALONE * sizes[ranked[1]], rounding) or abs(mean) <= _SHARED * spread:
+    size = next(iter(gaps.values())).num_elements
+    distances = {one: sizes[one] if size is None else _distance(by_step[one], size) for one in ranked[:2]}
+    alone = distances[index] > _ALONE * distances[ranked[1]]
+    if not alone or sizes[index] <= rounding or abs(mean) <= _SHARED * spread:
         return None
     certain = sizes[ranked[1]] <= rounding
     sure = "" if certain else "; most likely a fault of that step"
@@ -212,6 +240,12 @@ def _one_step(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
         remedy=f"compare sigma, the next sigma and the timestep of step {index} in both stacks, and the noise level "
         "that each uses there; no correction repairs this",
     )
+
+
+def _distance(differences: Tensor, num_elements: int) -> float:
+    """The distance of step means in stds that differences of log-probs tell, see `estimated_kl`."""
+    mean, square, count = float(differences.mean()), float(differences.square().mean()), len(differences)
+    return math.sqrt(2 * estimated_kl(mean, square, count, num_elements))
 
 
 def _shared_shift(gaps: Mapping[int, Terms], _: Ages) -> Finding | None:
@@ -382,6 +416,7 @@ def _stale(_: Mapping[int, Terms], ages: Ages) -> Finding | None:
 FINDERS: Sequence[Finder] = (
     _non_finite,
     _summed,
+    _one_for_all,
     _other_order,
     _one_step,
     _shared_shift,

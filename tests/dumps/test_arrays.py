@@ -45,3 +45,33 @@ def test_a_column_that_all_samples_share_is_repeated_and_no_other():
 def test_values_of_another_shape_are_refused(name, values, named):
     with pytest.raises(BatchError, match=rf"^{name} has shape {named}"):
         arrays.fitted(name, values, SHAPE)
+
+
+LOST = torch.nan
+OF_OWN_STEPS = torch.tensor([[LOST, 0.2, 0.3], [0.4, LOST, 0.6], [0.7, 0.8, LOST]])
+
+
+@pytest.mark.parametrize("field", ["current_log_probs", "old_log_probs"])
+def test_steps_that_each_sample_leaves_untrained_are_left_out(field):
+    given = {"rollout_log_probs": torch.ones(3, 3), field: OF_OWN_STEPS, "advantages": torch.arange(3.0)}
+    found = arrays.trained(given)
+    torch.testing.assert_close(found[field], torch.tensor([[0.2, 0.3], [0.4, 0.6], [0.7, 0.8]]))
+    assert found["step_indices"].tolist() == [[1, 2], [0, 2], [0, 1]]
+    assert (found["rollout_log_probs"].shape, found["advantages"].shape) == ((3, 2), (3,))
+    levels = arrays.trained(given | {"sigmas": torch.tensor([0.9, 0.6, 0.3]).expand(3, 3)})
+    torch.testing.assert_close(levels["sigmas"], torch.tensor([[0.6, 0.3], [0.9, 0.3], [0.9, 0.6]]))
+    assert "step_indices" not in levels
+
+
+@pytest.mark.parametrize(
+    "scored",
+    [
+        torch.tensor([[LOST, 0.2, 0.3], [0.4, LOST, 0.6], [0.7, 0.8, 0.9]]),
+        torch.tensor([[0.1, 0.2, LOST]] * 3),
+        torch.full((3, 3), LOST),
+    ],
+    ids=["lost", "one step of the window", "all"],
+)
+def test_terms_that_are_lost_or_of_a_whole_step_stay(scored):
+    given = {"rollout_log_probs": torch.ones(3, 3), "current_log_probs": scored}
+    assert arrays.trained(given) is given

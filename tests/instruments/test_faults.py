@@ -45,7 +45,7 @@ def diagnose(steps):
     return diagnosis.diagnose({number: one.gap() for number, one in enumerate(steps, 1)}, ages)
 
 
-def clean(r=(0.01, 0.012, 0.02, 0.04), *, steps=3, seed=0, ages=None):
+def clean(r=(0.01, 0.012, 0.02, 0.04), *, steps=3, seed=0, ages=None, num_elements=None):
     """Training steps whose gap is rounding: step means off by `r` stds, each sample in its own direction."""
     draw = torch.Generator().manual_seed(seed)
     found = []
@@ -55,10 +55,11 @@ def clean(r=(0.01, 0.012, 0.02, 0.04), *, steps=3, seed=0, ages=None):
         noise = torch.randn(B, T, generator=draw, dtype=torch.float64)
         found.append(
             Step(
-                log_probs=rollout - size**2 / 2 + size / math.sqrt(D) * noise,
+                log_probs=rollout - size**2 / 2 + size / math.sqrt(num_elements or D) * noise,
                 rollout_log_probs=rollout,
                 step_indices=torch.arange(T).repeat(B, 1),
                 ages=ages,
+                num_elements=num_elements,
             )
         )
     return found
@@ -160,6 +161,38 @@ def test_one_step_with_another_sigma_is_named():
 def test_beside_bfloat16_one_step_is_likely_and_not_sure():
     (found,) = diagnose(clean(r=(0.02, 0.02, 0.3, 0.02)))
     assert (found.cause, found.numbers["confidence"]) == ("one_step", "likely")
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("scale", [1e-3, 0.01, 0.05])
+def test_a_late_step_of_flow_cps_that_one_rounding_moves_farthest_has_no_gap_alone(scale, seed):
+    """Steps 5 to 8 of 10 that end at sigma .02, as Qwen-Image has them, noise level .8."""
+    sensitivities = 0.513, 0.736, 1.241, 10.728
+    r = tuple(scale * each for each in sensitivities)
+    assert diagnose(clean(r, seed=seed, num_elements=65536)) == []
+
+
+@pytest.mark.parametrize(("side", "named"), [("log_probs", "trainer"), ("rollout_log_probs", "engine")])
+def test_one_log_prob_for_all_samples_is_told_by_its_side(side, named):
+    steps = clean()
+    for one in steps:
+        values = getattr(one, side)
+        values.copy_(values.mean(0).expand_as(values))
+    (found,) = diagnose(steps)
+    assert (found.cause, found.numbers["steps"], named in found.sentence) == (
+        "one_for_all",
+        [0, 1, 2, 3],
+        True,
+    )
+
+
+def test_log_probs_that_half_precision_makes_equal_are_no_mean_over_the_batch():
+    steps = clean((0.0,) * T)
+    for one in steps:
+        for values in (one.log_probs, one.rollout_log_probs):
+            values.copy_((2 + (values - 2) / 100).bfloat16())
+    assert steps[0].log_probs.unique().numel() == 1
+    assert diagnose(steps) == []
 
 
 def test_non_finite_log_probs_are_counted_and_placed():

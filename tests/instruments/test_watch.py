@@ -127,6 +127,20 @@ def test_trained_steps_that_move_are_no_finding():
         assert "non_finite" not in {finding.cause for finding in findings}
 
 
+@pytest.mark.parametrize("bypass", [False, True])
+def test_trained_steps_of_each_samples_own_are_no_finding(bypass, tmp_path):
+    """As in DanceGRPO, which trains a random part of the steps; the audit reads them, too."""
+    terms, untrained = terms_of(), torch.zeros(len(terms_of().advantages), 2, dtype=torch.bool)
+    untrained[torch.arange(len(untrained)), torch.arange(len(untrained)) % 2] = True
+    current = terms.old_log_probs.masked_fill(untrained, torch.nan)
+    fields = given(replace(terms, current_log_probs=current), bypass=bypass)
+    _, findings = Watch()(1, **fields)
+    assert {"non_finite", "update_nonfinite"}.isdisjoint(finding.cause for finding in findings)
+    flowcorr.dump(tmp_path, 1, **fields)
+    report = audit_folder(tmp_path)
+    assert (report.fact("num_samples"), report.fact("num_steps")) == (len(current), 1)
+
+
 def test_grpo_guards_clip_range_is_not_held_against_another_ratio():
     terms = terms_of()
     steps = [
