@@ -20,6 +20,7 @@ from flowcorr.instruments.rollout_workers import places_of, worker_table
 from flowcorr.trainer.run_folder import resume_command
 
 _HEADLINES = ("eval/reward", "eval/exact_match", "reward/mean")
+_BROKEN = {"serious": "serious finding", "warning": "warning"}  # by level
 
 
 def report(folders: Sequence[Path], *, allow_imports: Collection[str] = ()) -> Report:
@@ -97,12 +98,13 @@ def _verdict(changes: Sequence[Change], findings: Sequence[tuple[str, Finding]])
             f"{change} in {_plural(count, 'run')}" for count, change in counted
         )
     levels = [finding.level for _, finding in findings]
-    broken = [(level, levels.count(level)) for level in LEVELS[:2]]
-    counts = ", ".join(f"{count} of level {level}" for level, count in broken if count)
+    counts = {noun: levels.count(level) for level, noun in _BROKEN.items() if level in levels}
     if not counts:
         return f"{told}; no rule was broken"
     name, first = min(findings, key=lambda of_run: LEVELS.index(of_run[1].level))
-    return f"{told}; findings: {counts}; first of all, {name}: {first.sentence}"
+    told += "; " + " and ".join(_plural(count, noun) for noun, count in counts.items())
+    told += ", the worst" if sum(counts.values()) > 1 else ""
+    return f"{told}{f' in {name}' if len(changes) > 1 else ''}: {first.sentence}"
 
 
 # Findings ------------------------------------------------------------------------------------------------------

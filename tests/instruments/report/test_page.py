@@ -102,7 +102,7 @@ def test_the_page_begins_with_its_verdict_and_its_contents(tmp_path):
     assert "2026-11-23" in page.text
     made = report([tmp_path / "a"])
     worst = next(finding for finding in made.findings if finding.level == made.level == "serious")
-    assert made.verdict.endswith(f"a: {worst.sentence}")
+    assert made.verdict.endswith(f": {worst.sentence}")
     assert page.text.index(made.verdict[1:]) < page.text.index("Learning")
     linked = re.findall(r'<a href="#([\w-]+)"', page.source)
     assert linked
