@@ -97,13 +97,11 @@ def sample_sde_window(
     after = torch.empty_like(before)
     means = torch.empty_like(before) if with_means else None
     log_probs, stds = initial.new_empty(windows.shape), initial.new_empty(windows.shape)
-    steps = windows.tolist()
-    noisy = sampling.noisy_steps
-    starts = [min((window[0], *noisy[:1])) for window in steps]
+    steps, noisy = windows.cpu(), sampling.noisy_steps
+    starts = [min((first, *noisy[:1])) for first in steps[:, 0].tolist()]
     twins = range(len(initial)) if twins is None else twins
     latents = initial
     for index in range(len(schedule.timesteps)):
-        members = [row for row, window in enumerate(steps) if index in noisy or index in window]
         first, places = _distinct(twins, starts, index)
         if len(first) < len(latents):
             chosen = torch.tensor(first, device=latents.device)
@@ -113,8 +111,9 @@ def sample_sde_window(
         # All samples take the Euler step; samples with an SDE step here overwrite theirs below.
         sigma, sigma_next = table[index].expand(len(latents)), table[index + 1].expand(len(latents))
         following = latents - over_elements(sigma - sigma_next, latents) * drift
-        if members:
-            rows = torch.tensor(members, device=latents.device)
+        at = (steps == index).nonzero(as_tuple=True)  # samples and columns of this step
+        rows = torch.arange(len(latents)) if index in noisy else at[0]
+        if len(rows):
             step = sde.transition(
                 sampling.sde_type,
                 latents[rows],
@@ -123,12 +122,10 @@ def sample_sde_window(
                 sigma_next[rows],
                 sampling.noise_level,
             )
-            arrived = sde.sample(step, noise(index, members))
+            arrived = sde.sample(step, noise(index, rows.tolist()))
             following[rows] = arrived
             log_prob = sde.log_prob(arrived, step, cps_unscaled=sampling.cps_unscaled)
-            kept = [place for place, row in enumerate(members) if index in steps[row]]
-            columns = [steps[members[place]].index(index) for place in kept]
-            at = rows[kept], torch.tensor(columns, dtype=torch.int64, device=latents.device)
+            kept = torch.isin(rows, at[0])
             before[at], after[at] = latents[at[0]], arrived[kept]
             log_probs[at], stds[at] = log_prob[kept], step.std[kept]
             if means is not None:
