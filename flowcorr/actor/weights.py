@@ -58,7 +58,7 @@ class TrainedWeights:
         self._shared = shares_weights(config)
         self.untrained = self.reference = self.transformer
         if config.rollout.placement == "local" and needs_base(config):
-            self.untrained = whole_copy(self.transformer, "cpu")
+            self.untrained = whole_copy(self.transformer)
         if config.actor.kl_coef and not self._adapted:
             self.reference = copy.deepcopy(self.transformer)
         if self._adapted:

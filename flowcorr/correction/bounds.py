@@ -19,6 +19,7 @@ IS_LEVELS = ("token", "sequence", "geometric")
 RS_ALIASES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 SCALES = ("mean", "sqrt", "sum")
 AUTO = "auto"  # a threshold that is measured
+_IDLE = 10.0  # times that a bound lies beyond the largest value, so that it cannot act
 
 Band = tuple[float, float]
 Threshold = float | Band | str | Sequence[object]
@@ -217,24 +218,22 @@ def _criterion(name: str, mode: Mode, entry: object, key: str) -> Criterion:
     return Criterion(label, mode, -math.log(largest), highest)
 
 
-def idle_modes(
-    criteria: tuple[Criterion, ...], values: Mapping[str, float], margin: float = 10.0
-) -> list[str]:
-    """Names of the modes with bounds more than `margin` times beyond the largest measured value.
+def idle_modes(criteria: tuple[Criterion, ...], values: Mapping[str, float]) -> list[str]:
+    """Names of the modes with bounds more than ten times beyond the largest measured value.
 
     Such a band cannot act at the present noise floor; mean-pooled ratios and a band of 0.5..2.0 are the usual
     case. `values` are computed metrics, with or without a prefix before `rollout_corr/`.
     """
-    return [criterion.name for criterion in criteria if _is_idle(criterion, values, margin)]
+    return [criterion.name for criterion in criteria if _is_idle(criterion, values)]
 
 
-def _is_idle(criterion: Criterion, values: Mapping[str, float], margin: float) -> bool:
+def _is_idle(criterion: Criterion, values: Mapping[str, float]) -> bool:
     name = f"rollout_corr/rollout_rs_{criterion.name}"
     largest = next((value for key, value in values.items() if key.endswith(f"{name}_max")), None)
     smallest = next((value for key, value in values.items() if key.endswith(f"{name}_min")), None)
     if criterion.auto or largest is None or smallest is None:
         return False
-    return bool(criterion.lower < margin * smallest and margin * largest < criterion.upper)
+    return bool(criterion.lower < _IDLE * smallest and _IDLE * largest < criterion.upper)
 
 
 def scale_factor(scale: str | float, num_elements: int | None) -> float:

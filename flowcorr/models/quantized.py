@@ -230,10 +230,10 @@ def weight_sizes(module: nn.Module) -> list[int]:
     return sizes
 
 
-def whole_copy(transformer: nn.Module, device: torch.device | str) -> nn.Module:
-    """Copy a transformer to a device, with plain layers of the dequantized weights in place of quantized ones."""
+def whole_copy(transformer: nn.Module) -> nn.Module:
+    """Copy a transformer to host memory, with plain layers of the dequantized weights in place of quantized ones."""
     # By nn.Module's own `to`: that of diffusers warns whenever it is given a dtype.
-    copied = nn.Module.to(copy.deepcopy(transformer), device)
+    copied = nn.Module.to(copy.deepcopy(transformer), "cpu")
     for name, layer in list(copied.named_modules()):
         if isinstance(layer, QuantizedLinear):
             parent, _, child = name.rpartition(".")

@@ -263,7 +263,7 @@ class RolloutWorker:
 
         on_gpu = not resolve_engine(config.rollout.name).own_processes and ray.get_gpu_ids()
         family = load_family(config.model, "cuda" if on_gpu else "cpu", text_encoders=False)
-        base = whole_copy(family.transformer, "cpu") if needs_base(config) else family.transformer
+        base = whole_copy(family.transformer) if needs_base(config) else family.transformer
         # A worker does not train: it needs neither averaged weights nor the KL loss's copy of the untrained ones.
         self._weights = TrainedWeights(
             family, replace(config, actor=replace(config.actor, ema=None, kl_coef=0.0))

@@ -232,7 +232,7 @@ def test_layers_go_to_the_device_one_by_one(monkeypatch):
 def test_a_whole_copy_has_the_dequantized_weights(quantization):
     model = ModelConfig(path=SHALLOW, quantization=quantization, dtype="bfloat16")
     transformer = load_family(model, text_encoders=False).transformer
-    whole = whole_copy(transformer, "cpu")
+    whole = whole_copy(transformer)
     plain = load_family(replace(model, quantization="none"), text_encoders=False).transformer
     assert not any(isinstance(module, QuantizedLinear) for module in whole.modules())
     assert {name: (value.shape, value.dtype) for name, value in whole.state_dict().items()} == {
