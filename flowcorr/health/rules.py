@@ -86,7 +86,7 @@ def examine_run(
         for broken in judged:
             by_key[broken.key].append(replace(broken, finding=_with(broken.finding, step=step)))
     findings = [
-        _with(max(steps, key=lambda broken: broken.badness).finding, steps=len(steps))
+        _with(max(steps, key=lambda broken: broken.badness).finding, steps_broken=len(steps))
         for key, steps in by_key.items()
         if key in lasting
     ]

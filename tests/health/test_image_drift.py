@@ -68,7 +68,11 @@ def test_a_monitor_tells_it_once_after_three_steps_also_in_a_resumed_run():
     resumed = HealthMonitor(Units(), earlier=run[:1])
     assert [index for index, metrics in enumerate(run[4:], start=4) if resumed.update(metrics)] == [6]
     (finding,) = examine_run(run, Units())
-    assert (finding.cause, finding.numbers["step"], finding.numbers["steps"]) == ("reward_hacking", 7, 5)
+    assert (finding.cause, finding.numbers["step"], finding.numbers["steps_broken"]) == (
+        "reward_hacking",
+        7,
+        5,
+    )
 
 
 def test_scores_that_a_reward_names_like_statistics_tell_nothing():

@@ -37,7 +37,7 @@ def test_a_gap_that_jumps_is_told_each_time():
         values[step - 1] *= 30
     assert told(values) == [12, 15, 16]
     (finding,) = [found for found in examine_run(records(values), Units()) if found.cause == "jump"]
-    assert (finding.numbers["steps"], finding.numbers["metric"]) == (3, GAP)
+    assert (finding.numbers["steps_broken"], finding.numbers["metric"]) == (3, GAP)
     assert finding.numbers["limit"] < finding.numbers["value"]
     assert finding.numbers["usual"] < 1e-3
 

@@ -71,5 +71,5 @@ def test_the_finding_comes_once_and_says_where_the_worker_runs():
     records = [step | {"step": number} for number, step in enumerate(steps, 1)]
     (of_run,) = examine_run(records, Units())
     assert (of_run.cause, of_run.numbers["step"], of_run.numbers["worker"]) == ("worker", 12, 1)
-    assert (of_run.numbers["steps"], "place" in of_run.numbers) == (9, False)
+    assert (of_run.numbers["steps_broken"], "place" in of_run.numbers) == (9, False)
     assert "place" not in of_run.numbers

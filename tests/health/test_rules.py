@@ -199,7 +199,8 @@ def test_a_run_is_judged_by_its_worst_steps():
     ]
     found = examine_run(records, Units())
     assert [
-        (finding.cause, finding.level, finding.numbers["step"], finding.numbers["steps"]) for finding in found
+        (finding.cause, finding.level, finding.numbers["step"], finding.numbers["steps_broken"])
+        for finding in found
     ] == [
         ("rejected", "serious", 4, 1),
         ("kl", "warning", 3, 3),
@@ -214,4 +215,4 @@ def test_a_serious_step_is_worse_than_one_further_beyond_a_milder_limit(metric, 
     records = [{"step": step, metric: value} for step, value in enumerate(values, 1)]
     (found,) = examine_run(records, Units())
     assert (found.level, found.numbers["step"], found.numbers["value"]) == ("serious", 2, values[1])
-    assert (found.numbers["limit"], found.numbers["steps"]) == (0.1, 3)
+    assert (found.numbers["limit"], found.numbers["steps_broken"]) == (0.1, 3)

@@ -134,6 +134,7 @@ WORDS: Mapping[str, str] = {
     "known of how much that matters.",
     "rules": "Finding of the report: no health rule was broken.",
     "steps": "Training steps of a run; as a finding, that none was logged.",
+    "steps_broken": "In a finding, how many training steps broke the rule; `step` is the worst of them.",
     "ages": "Finding of the audit: samples of weights of different ages are mixed.",
     "unmeasured": "Finding of the audit: a part of the advice needs a number that could not be measured.",
     "wider_clip": "Finding of the audit: bypass mode would need a wider clip range than the configured one.",

@@ -179,7 +179,7 @@ def test_findings_have_their_numbers(runs):
     assert found.keys() == {"a", "b"}
     numbers = found["b"].numbers
     assert (numbers["value"], numbers["limit"]) == (pytest.approx(0.3), 0.1)
-    assert (numbers["step"], numbers["steps"]) == (1, 4)
+    assert (numbers["step"], numbers["steps_broken"]) == (1, 4)
     assert made.level == "serious"
 
 
