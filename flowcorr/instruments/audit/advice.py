@@ -121,7 +121,7 @@ def advise(facts: Facts, *, of_recipe: bool = True) -> list[Finding]:
         sentence = "or bypass, with a clip range above the noise"
         findings.append(Finding(level="note", cause="wider_clip", sentence=sentence, keys=wider))
     if facts.if_newest and not facts.negligible:
-        told.append(_broken_if_newest(facts))
+        findings.insert(0, _broken_if_newest(facts))
     elif bypass and facts.older_weights is None and not of_recipe:
         told.append(_ASSUMED_NEWEST)
     return findings + told
@@ -131,8 +131,8 @@ def _broken_if_newest(facts: Facts) -> Finding:
     return Finding(
         level="warning",
         cause="ages",
-        sentence="the dump does not tell whether these weights were the newest; if they were, a part of engine or "
-        f"trainer is wrong. {facts.beyond}",
+        sentence="older weights sampled, which the dump does not tell, or a part of engine or trainer is wrong",
+        reason=str(facts.beyond),
         remedy=REMEDY,
     )
 

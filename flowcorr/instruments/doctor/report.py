@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from flowcorr.health.finding import LEVELS, Finding, Level
 from flowcorr.instruments.doctor.checks.clip import noise_floor
+from flowcorr.instruments.doctor.checks.schedule import UNLESS_MEANT
 from flowcorr.instruments.doctor.exam import Exam
 from flowcorr.instruments.gap_words import percent
 from flowcorr.instruments.outcome import Fact, Report, on_files
@@ -94,9 +95,13 @@ def of_captured(
 
 
 def _verdict_of_captured(findings: Sequence[Finding]) -> str:
-    causes = dict.fromkeys(finding.cause for finding in findings if finding.level == "serious")
+    causes: dict[str, str] = {}  # with the words on a cause that may be a choice
+    for finding in findings:
+        if finding.level == "serious":
+            chosen = finding.numbers.get("confidence") == UNLESS_MEANT and finding.cause not in causes
+            causes[finding.cause] = f"{finding.cause} ({UNLESS_MEANT})" if chosen else finding.cause
     if causes:
-        return f"at fault: {', '.join(causes)}"
+        return f"at fault: {', '.join(causes.values())}"
     unclear, agree = (
         [finding.cause for finding in findings if finding.level == level] for level in ("warning", "healthy")
     )

@@ -1,11 +1,16 @@
 """The replay of a plain loop's samples: each planted fault by its name, none in clean runs."""
 
+import json
+import shutil
+
 import pytest
-from instruments.doctor.plain_loop import dump_steps
+from instruments.doctor.plain_loop import Loop, dump_steps
 
 from flowcorr.errors import ConfigError
 from flowcorr.instruments.doctor import examine_dump
+from flowcorr.instruments.doctor.checks.schedule import UNLESS_MEANT
 from flowcorr.instruments.page import exit_code
+from flowcorr.models import resolve_path
 from tests.shallow import SHALLOW
 
 FAULTS = {
@@ -70,6 +75,31 @@ def test_longer_steps_after_the_window_are_replayed_as_they_were_taken(tmp_path)
 def test_a_wrong_shift_of_longer_steps_is_named(tmp_path):
     report = examine_dump(dump_steps(tmp_path, "wrong_shift", **LONGER), SHALLOW)
     assert set(report.causes()) == {"wrong_shift"}
+
+
+def test_a_schedule_of_ones_own_hides_no_fault_of_its_timesteps(tmp_path):
+    """Both are told, and the verdict says which of them may be a choice."""
+    fed = Loop("wrong_shift").sample()["timesteps"]
+    folder = dump_steps(tmp_path, "wrong_shift", changes={"timesteps": fed / 1000})
+    report = examine_dump(folder, SHALLOW)
+    assert set(report.causes()) == {"wrong_shift", "timesteps"}
+    about = [finding for finding in report.findings if finding.level == "serious" and finding.remedy]
+    assert {finding.cause for finding in about} == {"wrong_shift", "timesteps"}
+    choices = {finding.cause: finding.numbers["confidence"] == UNLESS_MEANT for finding in about}
+    assert choices == {"wrong_shift": True, "timesteps": False}
+    assert report.verdict.count(UNLESS_MEANT) == 1
+
+
+def test_a_schedule_that_the_models_scheduler_has_is_no_fault(tmp_path):
+    """The way to say that a shift of one's own is meant."""
+    model = tmp_path / "model"
+    shutil.copytree(resolve_path(SHALLOW), model)
+    file = model / "scheduler" / "scheduler_config.json"
+    folder = dump_steps(tmp_path / "dump", "wrong_shift")
+    (found,) = (one for one in examine_dump(folder, SHALLOW).findings if one.cause == "wrong_shift")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"shift": found.numbers["fitted"]}))
+    report = examine_dump(folder, str(model))
+    assert (report.causes(), exit_code(report)) == ([], 0)
 
 
 def test_of_many_steps_a_few_are_replayed(tmp_path):

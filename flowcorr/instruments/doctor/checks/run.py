@@ -132,15 +132,20 @@ def check_captured(captured: Captured) -> dict[str, Finding]:
     """The findings by check, in the order of `CHECKS`.
 
     The replay examines all legs and inputs together. Where a check of the captured values and the replay both have a
-    finding, it is the worse one; of equal ones the check's, since the replay infers its own.
+    finding, it is the worse one; of equal ones the check's, since the replay infers its own. Two faults of different
+    causes are both told.
     """
     findings: dict[str, Finding] = {}
     for check in CHECKS:
         own = OF_CAPTURED[check.name](captured) if check.name in OF_CAPTURED else None
-        both = [finding for finding in (own, captured.replayed.get(check.name)) if finding is not None]
+        replayed = captured.replayed.get(check.name)
+        both = [finding for finding in (own, replayed) if finding is not None]
         if both:
             worst = min(both, key=lambda finding: LEVELS.index(finding.level))
             findings[check.name] = _named(check.name, worst)
+        faults = {finding.cause: finding for finding in both if finding.level == "serious"}
+        if len(faults) == 2 and replayed is not None:
+            findings[f"{check.name} of the replay"] = _named(check.name, replayed)
     return findings
 
 

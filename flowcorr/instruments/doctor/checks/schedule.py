@@ -23,6 +23,8 @@ from flowcorr.instruments.doctor.shifts import (
 from flowcorr.instruments.doctor.stack import Stack
 from flowcorr.questions.question import SIGMAS
 
+UNLESS_MEANT = "unless it is meant"
+"""The confidence of a fault that may be a choice."""
 _STARTS = (0.5, 1.0, 2.0, 3.0, 6.0, 12.0)  # of the search for a shift, or for a factor of one
 _FACTORS = (0.01, 100.0)
 _SPACINGS = {
@@ -59,9 +61,10 @@ def check_captured_schedule(captured: Captured) -> Finding:
     other = unknown if named is None else named.candidate
     return failed(
         f"{other.message}; sigmas differ by {gap:.2g} at most: captured {_row(sigmas)}, the model's own {_row(own)}",
-        f"{SIGMAS.remedy}; keep this schedule only if it is meant",
+        f"{SIGMAS.remedy}; a schedule that is meant belongs into the scheduler's configuration of the model that "
+        "--model names",
         cause=other.cause,
-        confidence="likely" if named is None else "certain",
+        confidence="certain" if other.cause == "rounded_sigmas" else UNLESS_MEANT,
         sigma_gap=gap,
         **other.numbers,
     )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flowcorr.instruments.doctor.checks.run import check_captured
-from flowcorr.instruments.doctor.checks.schedule import check_captured_schedule
+from flowcorr.instruments.doctor.checks.schedule import UNLESS_MEANT, check_captured_schedule
 
 NOT_REPLAYED = dict.fromkeys(("latents", "next_latents", "log_probs"))
 
@@ -41,11 +41,12 @@ def test_a_shift_is_measured(shift, captured_of, captured):
 def test_rounding_is_told(dtype, captured_of, captured):
     found = check_captured_schedule(captured_of(sigmas=captured["sigmas"].to(dtype).float()))
     assert (found.cause, found.numbers["dtype"]) == ("rounded_sigmas", str(dtype)[6:])
+    assert found.numbers["confidence"] == "certain"
 
 
-def test_another_schedule_is_only_likely(captured_of):
+def test_another_schedule_may_be_meant(captured_of):
     found = check_captured_schedule(captured_of(sigmas=[1.0, 0.9, 0.85, 0.3, 0.1, 0.0]))
-    assert (found.cause, found.numbers["confidence"]) == ("other_schedule", "likely")
+    assert (found.cause, found.numbers["confidence"]) == ("other_schedule", UNLESS_MEANT)
 
 
 def test_the_scheduler_is_put_back(captured_of):
