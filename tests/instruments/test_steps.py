@@ -219,17 +219,16 @@ def test_a_file_without_the_mark_is_judged_whole(tmp_path):
 
 BROKEN = {
     "in both": (math.nan, math.nan),
-    "in the engine": (math.inf, 0.1),
-    "infinite in the trainer": (0.1, -math.inf),
+    "in the engine": (math.inf, 0.0),
+    "infinite in the trainer": (0.0, -math.inf),
 }
 
 
 @pytest.mark.parametrize(("engine", "trainer"), BROKEN.values(), ids=BROKEN)
 def test_a_step_that_is_broken_in_every_sample_is_a_fault(engine, trainer, tmp_path):
-    def with_last(value):
-        return torch.tensor([[0.1, value]]).expand(32, 2)
-
-    draw_steps(tmp_path, rollout_log_probs=with_last(engine), old_log_probs=with_last(trainer))
+    own = torch.linspace(0.05, 0.15, 32)  # of each sample
+    sides = {"rollout_log_probs": engine, "old_log_probs": trainer}
+    draw_steps(tmp_path, **{name: torch.stack([own, own + added], 1) for name, added in sides.items()})
     run = read_dumped(tmp_path)
     assert records(run)[0]["rollout_corr/nonfinite_fraction"] == 0.5
     assert [found.cause for found in diagnosed(run)] == ["non_finite"]
