@@ -99,8 +99,8 @@ _ABSENT: dict[str, Any] = {
 """The values of keys that a file may lack, in Flow-Factory since February 2026."""
 
 
-def _refuse(get: Given) -> str:
-    """Why flowcorr cannot run a configuration, or an empty string."""
+def _foreign(get: Given) -> str:
+    """Why flowcorr has no such trainer or model, or an empty string."""
     trainer, kind = get("train.trainer_type", str), get("model.model_type", str).lower()
     if trainer.lower() == "grpo-guard":
         return "train.trainer_type=grpo-guard weighs no step by its length, as flowcorr's grpo_guard does"
@@ -114,6 +114,11 @@ def _refuse(get: Given) -> str:
     named = family_of(path)
     if named is not None and named != MODELS[kind].family:
         return f"model.model_name_or_path={path} is no model of model.model_type={kind}"
+    return ""
+
+
+def _refuse(get: Given) -> str:
+    """Why flowcorr cannot run a configuration, or an empty string."""
     for name in ("train_steps", "num_train_steps"):
         if get(f"scheduler.{name}") is not None:
             return (
@@ -390,6 +395,7 @@ TABLE = Table(
         *("train.trainer_type", "data.dataset_dir", "rewards"),
     ),
     absent=_ABSENT,
+    foreign=_foreign,
     only=_ONLY,
     refuse=_refuse,
     rows=_rows,

@@ -105,10 +105,17 @@ def _window(get: Given, *, drawn: bool) -> tuple[int, list[int]]:
     return trained, [0, trained]
 
 
-def _refuse(get: Given) -> str:
-    family, algorithm = _family(get), get("train.algorithm")
+def _foreign(get: Given) -> str:
+    """Why flowcorr has no such trainer, or an empty string; raises `ConfigError` for a model without a family."""
+    _family(get)
+    algorithm = get("train.algorithm")
     if algorithm != "grpo":
         return f"train.algorithm={algorithm} has no equivalent here; flowcorr has only policy gradients"
+    return ""
+
+
+def _refuse(get: Given) -> str:
+    family = _family(get)
     if get("prompt_fn") not in ("general_ocr", "geneval"):
         return f"prompt_fn={get('prompt_fn')} reads no prompts of images from a file, as general_ocr and geneval do"
     if not get("use_lora") and get("mixed_precision") == "fp16":
@@ -294,6 +301,7 @@ TABLE = Table(
         "train.learning_rate",
     ),
     absent=_ABSENT,
+    foreign=_foreign,
     only={},
     refuse=_refuse,
     rows=_rows,

@@ -151,6 +151,7 @@ class Table:
         name: name of the trainer.
         required: keys that tell a configuration of the trainer from others.
         absent: values of keys that a configuration may lack.
+        foreign: returns why flowcorr has no such trainer or model, or an empty string; asked before all else.
         only: values with an equivalent, of keys that have no other.
         refuse: returns why flowcorr cannot run a configuration, or an empty string.
         rows: returns the recipe by its dotted keys, in their order: the key that has the same meaning there, or a row.
@@ -163,6 +164,7 @@ class Table:
     name: str
     required: Sequence[str]
     absent: Mapping[str, Any]
+    foreign: Callable[[Given], str]
     only: Mapping[str, tuple[Any, ...]]
     refuse: Callable[[Given], str]
     rows: Callable[[Given], Mapping[str, str | Row]]
@@ -210,6 +212,8 @@ def translate_values(values: Mapping[str, Any], table: Table) -> Translation:
     if missing := [key for key in table.required if key not in get]:
         shown = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
         raise ConfigError(f"it is no configuration of {table.name}, which would hold {shown}")
+    if reason := table.foreign(get):
+        raise ConfigError(reason)
     for key, known in table.only.items():
         if get(key) not in known:
             names = ", ".join(str(value) for value in known if value)

@@ -305,6 +305,7 @@ TABLE = Table(
         *(f"{ALGO}.noise_level", f"{LOSS}.clip_ratio"),
     ),
     absent=_ABSENT,
+    foreign=there.foreign,
     only=_ONLY,
     refuse=there.refuse,
     rows=_rows,

@@ -90,7 +90,10 @@ LEFT = (
     Left(f"{ROLLOUT}.rollout_adapter", "there is one adapter", ("default",)),
     Left(f"{MODEL}.policy_state_adapters", "there is one adapter", (["default"],)),
     Left(f"{ROLLOUT}.agent.default_agent_loop", "code of its user", ("diffusion_single_turn_agent",)),
-    Left(f"{ROLLOUT}.agent.*", "code of its user", (8,)),
+    *(
+        Left(f"{ROLLOUT}.agent.{key}", "code of its user")
+        for key in ("agent_loop_config_path", "agent_loop_manager_class", "custom_async_server.*")
+    ),
     Left(f"{ROLLOUT}.disaggregation.enabled", "an option of its engine; set it in rollout.engine"),
     Left(f"{ROLLOUT}.multi_turn.enable", "each prompt makes its images once"),
     Left(f"{ROLLOUT}.external_lib", "code of its user"),
@@ -100,7 +103,7 @@ LEFT = (
     Left(f"{MODEL}.custom_chat_template", "prompts are encoded as the pipeline does"),
     *(
         Left(f"{MODEL}.{key}", "the parts of model.path are loaded")
-        for key in ("config_path", "tokenizer_path", "extra_tokenizers", "mtp.enable")
+        for key in ("config_path", "tokenizer_path", "extra_tokenizers*", "mtp.enable")
     ),
     Left(f"{MODEL}.transformer_subfolder", "the pipeline's transformer is trained", ("transformer",)),
     Left("algorithm.paired_preference", "each image is scored by itself"),
@@ -152,7 +155,8 @@ APART = (
     *under(LOSS, "mix_beta ref_kl_coef adaptive_weight_min dpo_beta"),  # of other losses
     *under(MODEL, "trust_remote_code use_shm fsdp_layer_prefixes"),
     *under(ROLLOUT, _SERVING),
-    *under(ROLLOUT, "mode nnodes n_gpus_per_node checkpoint_engine.* prometheus.* log_prob_*"),
+    *under(ROLLOUT, "agent.num_workers mode nnodes n_gpus_per_node checkpoint_engine.* prometheus.*"),
+    *under(ROLLOUT, "log_prob_*"),
     # Of language models, which none of these families samples with.
     *under(ROLLOUT, "temperature top_k top_p repetition_penalty max_new_tokens max_model_len mtp.*"),
     *under(ROLLOUT, "logprobs_mode llm_calculate_log_probs enable_rollout_routing_replay multi_turn.*"),

@@ -218,11 +218,16 @@ def engine_options(get: Given) -> dict[str, Any] | None:
     } | ({} if quantization is None else {"quantization": quantization})
 
 
-def refuse(get: Given) -> str:
-    """Why flowcorr cannot run a configuration, or an empty string."""
+def foreign(get: Given) -> str:
+    """Why flowcorr has no such model, or an empty string; raises `ConfigError` for a path without a family."""
     if get(f"{PIPELINE}.num_frames", int) > 1:
         return f"{PIPELINE}.num_frames={get(f'{PIPELINE}.num_frames')} makes videos, whose recipes are not translated"
     family(get)
+    return ""
+
+
+def refuse(get: Given) -> str:
+    """Why flowcorr cannot run a configuration, or an empty string."""
     for key, values in _ONLY_OF_ADAPTERS.items() if adapted(get) else ():
         if get(key) not in values:
             return f"{key}={get(key)} has no equivalent here"

@@ -167,8 +167,8 @@ def test_rewards_of_evaluations_alone_are_gold(factory):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        (
-            {"train__trainer_type": "nft"},
+        (  # its recipes bring other values without an equivalent
+            {"train__trainer_type": "nft", "train__ema_decay_schedule": "piecewise_linear"},
             "^train.trainer_type=nft .* grpo ",
         ),
         (

@@ -54,6 +54,7 @@ def table(**changes):
         "name": "other",
         "required": (),
         "absent": {"optim.lr": 1e-3, "group": 16},
+        "foreign": lambda get: "",
         "only": {},
         "refuse": lambda get: "",
         "rows": rows,
