@@ -249,6 +249,11 @@ def test_terms_scored_before_the_first_update_are_marked(tmp_path):
         flowcorr.dump(tmp_path, 0, **given, before_update=[[2, 0], [1, 1]])
 
 
+def test_a_step_given_as_text_is_named(tmp_path):
+    with pytest.raises(BatchError, match="^step='3' .* whole number"):
+        flowcorr.dump(tmp_path, "3", rollout_log_probs=torch.zeros(2, 1), advantages=torch.zeros(2))
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

@@ -166,6 +166,8 @@ def described(step: int, **given: Unpack[StepFields]) -> tuple[DumpedTerms, Logg
         BatchError: a shape does not fit, or a value is not allowed.
         TypeError: a field is unknown, or a required one is missing.
     """
+    if isinstance(step, str):
+        raise BatchError(f"step={step!r} is a text; it must be a whole number below 1e12")
     unknown = given.keys() - StepFields.__annotations__.keys()
     if unknown:
         raise TypeError(unknown_choice("field", min(unknown), StepFields.__annotations__))

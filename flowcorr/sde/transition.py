@@ -172,6 +172,11 @@ def _per_sample(
     sigma_max: float | Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """All per-sample numbers in the dtype of `latents` and the shape of `sigma`."""
+    for name, level in (("sigma", sigma), ("sigma_next", sigma_next)):
+        if not isinstance(level, Tensor) or level.dim() == 0:
+            raise BatchError(
+                f"{name}={float(level):g} is one number; it must be a tensor [B] or [B, T]: give each sample its own"
+            )
     shape = tuple(sigma.shape)
     if latents.dim() <= sigma.dim() or tuple(latents.shape[: sigma.dim()]) != shape:
         raise BatchError(

@@ -280,6 +280,16 @@ def test_noise_levels_of_no_step_are_refused(kind, sigma, sigma_next, named):
         transition(kind, latents, velocity, column(0.5, sigma), column(0.4, sigma_next), 0.7)
 
 
+@pytest.mark.parametrize("number", [0.5, torch.tensor(0.5)], ids=["float", "tensor"])
+@pytest.mark.parametrize("name", ["sigma", "sigma_next"])
+def test_one_noise_level_for_all_samples_is_refused(name, number):
+    """With it, log-probs would be means over the batch."""
+    latents, velocity = problem(2, 2)
+    levels = {"sigma": column(0.5, 0.5), "sigma_next": column(0.4, 0.4)} | {name: number}
+    with pytest.raises(BatchError, match=rf"^{name}=0\.5 is one number; .*\[B\]"):
+        transition("sde", latents, velocity, **levels, noise_level=0.7)
+
+
 @pytest.mark.parametrize("last", [0.0, 1e-8, 1e-5])
 def test_cps_cannot_take_the_last_step(last):
     latents, velocity = problem(1, 2)
