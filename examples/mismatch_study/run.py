@@ -198,12 +198,12 @@ def longer_elsewhere() -> Phase:
 
 
 def longer_jpeg_again() -> Phase:
-    """`longer_jpeg` on other seeds; 1.3 CPU-hours."""
+    """`longer_jpeg` on other seeds; .9 CPU-hours."""
     return replace(longer_jpeg(), name="longer_jpeg_again", seeds=tuple(range(220, 248)))
 
 
 def longer_guided() -> Phase:
-    """The arms with guidance of `longer_elsewhere` on other seeds; .9 CPU-hours."""
+    """The arms with guidance of `longer_elsewhere` on other seeds; .8 CPU-hours."""
     arms = tuple(arm for arm in longer_elsewhere().arms if arm.window == "guided")
     return replace(longer_elsewhere(), name="longer_guided", arms=arms, seeds=tuple(range(190, 210)))
 

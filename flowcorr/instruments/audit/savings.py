@@ -38,8 +38,8 @@ from flowcorr.trainer.state import restore_weights
 STRIDES = (2, 3)
 _RESAMPLES, _TAILS = 2000, (0.025, 0.975)
 _LONGER = (
-    "a study of the embedded model found runs with one step in place of six as good under an OCR reward; neither "
-    "number decides it for another reward or model"
+    "a study of the embedded model found runs with one step in place of six as good under an OCR reward, and under a "
+    "JPEG's size; neither number decides it for another reward or model"
 )
 _ROUNDED = (
     "a study of the embedded model found int4 rollouts with recomputed log-probs as good as float32 ones"
