@@ -311,6 +311,7 @@ def _about_schedule(stack: Stack) -> Iterator[Hypothesis]:
             message="with the timesteps of the model's own schedule, not the captured ones",
             remedy="make timesteps and sigmas from one schedule",
             inputs=(replace(inputs, timesteps=stack.own.timesteps),),
+            about="schedule",
         )
     yield from _of_other_lengths(stack)
     times = inputs.timesteps

@@ -14,7 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-from integrations.real_bugs import functions, loops, our_loop, verdicts
+from integrations.real_bugs import functions, loops, our_loop, second, verdicts
 from integrations.real_bugs.bugs import held, read_bugs
 
 _JUDGED = {}  # equal dumps, such as those of several fixes, are judged once
@@ -26,7 +26,10 @@ def judge(bug, after, folder):
     if bug.run in ("loop", "reversed"):
         loops.run(bug, after, folder, os.environ["WORK"])
     else:
-        our_loop.run(model, folder, functions.parts_of(bug.key, bug.fix, after))
+        second_list = bug.key in second.PARTS
+        parts = second.PARTS[bug.key](after) if second_list else functions.parts_of(bug.key, bug.fix, after)
+        model = our_loop.changed(model, parts.scheduler, folder.with_name(f"{folder.name}_model"))
+        our_loop.run(model, folder, parts)
     digest = verdicts.digest_of(folder)
     if digest not in _JUDGED:
         _JUDGED[digest] = verdicts.findings_of(folder, str(model))
@@ -44,7 +47,7 @@ def main(folder, *keys):
     """Run bugs, and write a line for each run."""
     folder, bugs = Path(folder), read_bugs()
     folder.mkdir(exist_ok=True, parents=True)
-    runnable = [*functions.PARTS, *loops.KEYS]
+    runnable = [*functions.PARTS, *second.PARTS, *loops.KEYS]
     for key in keys or [key for key in runnable if key not in held(bugs)]:
         for after in (False, True):
             try:

@@ -10,7 +10,7 @@ import yaml
 
 SEED = 60
 """Draws the held third; chosen with the list, before anything ran."""
-RUNS = ("loop", "reversed", "function", "release", "none")
+RUNS = ("loop", "reversed", "function", "release", "ours", "none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +19,7 @@ class Bug:
 
     Attributes:
         new: whether flowcorr had no such name when the list was written.
+        second: whether it is on the second list.
     """
 
     key: str
@@ -31,6 +32,7 @@ class Bug:
     at_hand: list[str]
     name: str
     new: bool = False
+    second: bool = False
 
 
 def read_bugs() -> dict[str, Bug]:
@@ -40,6 +42,6 @@ def read_bugs() -> dict[str, Bug]:
 
 
 def held(bugs: dict[str, Bug]) -> frozenset[str]:
-    """The keys of the held third, drawn among the bugs that can be run."""
-    runnable = sorted(key for key, bug in bugs.items() if bug.run != "none")
+    """The keys of the held third, drawn among the bugs of the first list that can be run."""
+    runnable = sorted(key for key, bug in bugs.items() if bug.run != "none" and not bug.second)
     return frozenset(random.Random(SEED).sample(runnable, len(runnable) // 3))

@@ -15,7 +15,7 @@ import subprocess
 import textwrap
 import zipfile
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -265,8 +265,11 @@ def bagel_steps(text: str, adapter: str) -> Parts:
 
 
 # vllm-omni
-def adapter_scale(text: str) -> Parts:
-    """`DiffusionLoRAManager` activates the adapter at half its strength for a first request, then at all of it."""
+def adapter_scale(text: str, prefix: str = "", scales: Sequence[float] = (0.5, 1.0)) -> Parts:
+    """`DiffusionLoRAManager` activates the adapter at one scale after the other.
+
+    Its names have a prefix before those of the engine's layers.
+    """
     manager_class = taken(text, "DiffusionLoRAManager", PackedLoRALayerWeights=(), time=__import__("time"))
 
     def sync(engine, trainer):
@@ -284,10 +287,10 @@ def adapter_scale(text: str) -> Parts:
                 set_peft_model_state_dict(engine, part)
 
             def reset_lora(self, index):
-                raise AssertionError(self.name)
+                self.set_lora(index, *(torch.zeros_like(state[f"{self.name}.lora_{x}.weight"]) for x in "AB"))
 
         weights = {
-            name: SimpleNamespace(
+            prefix + name: SimpleNamespace(
                 lora_a=state[f"{name}.lora_A.weight"], lora_b=state[f"{name}.lora_B.weight"]
             )
             for name in layers
@@ -304,7 +307,7 @@ def adapter_scale(text: str) -> Parts:
             _packed_modules_mapping={},
         )
         request = SimpleNamespace(lora_int_id=1, lora_name="policy", lora_path="")
-        for scale in (0.5, 1.0):
+        for scale in scales:
             manager.set_active_adapter(request, scale)
 
     return Parts(sync=sync)

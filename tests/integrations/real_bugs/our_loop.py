@@ -5,9 +5,11 @@ The engine samples with its own copy of the transformer, and the trainer scores 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,9 @@ class Parts:
         advantages: of rewards and groups.
         reward: of images `[B, H, W, 3]` and prompts.
         returned: what the engine returns of latents and log-probs.
+        decoded: latents as the decoder gets them, of final ones and the VAE's configuration.
+        unsynced: rows that a replica of the engine samples which never gets the trainer's weights.
+        scheduler: changes of the model's scheduler, on either side.
     """
 
     seeds: Callable[[int], list[int]] = lambda step: [
@@ -103,6 +108,21 @@ class Parts:
     advantages: Callable[[Tensor, Tensor], Tensor] = centred
     reward: Callable[[Tensor, Sequence[str]], Tensor] = jpeg_sizes
     returned: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda values: values
+    decoded: Callable[[Tensor, Any], Tensor] = lambda latents, config: (
+        latents / config.scaling_factor + config.shift_factor
+    )
+    unsynced: Sequence[int] = ()
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+
+
+def changed(model: Path, changes: Mapping[str, Any], folder: Path) -> Path:
+    """The model, or a copy of it in a folder whose scheduler has other options."""
+    if not changes:
+        return model
+    shutil.copytree(model, folder)
+    path = folder / "scheduler/scheduler_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(changes)))
+    return folder
 
 
 def run(model: Path, folder: Path, parts: Parts, steps: int = 2) -> None:
@@ -111,7 +131,7 @@ def run(model: Path, folder: Path, parts: Parts, steps: int = 2) -> None:
     pipeline = StableDiffusion3Pipeline.from_pretrained(model)
     engine = pipeline.transformer.requires_grad_(False)
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS, init_lora_weights=False)
-    trainer = get_peft_model(deepcopy(engine), config)
+    trainer, replica = get_peft_model(deepcopy(engine), config), deepcopy(engine)
     optimizer = torch.optim.AdamW(
         [weight for weight in trainer.parameters() if weight.requires_grad], lr=1e-3
     )
@@ -125,7 +145,7 @@ def run(model: Path, folder: Path, parts: Parts, steps: int = 2) -> None:
             parts.sync(engine, trainer)
             adapter = get_peft_model_state_dict(trainer)
             adapter = {name: value.clone() for name, value in adapter.items()}
-            sampled = _sample(pipeline, engine, condition, parts, parts.seeds(step), own)
+            sampled = _sample(pipeline, (engine, replica), condition, parts, parts.seeds(step), own)
             pixels = sampled.pop("pixels")
             rewards = parts.reward(pixels, prompts)
             sampled = parts.returned(sampled)
@@ -205,15 +225,16 @@ def _velocity(model, latents, timestep, condition: Condition, scale: float) -> T
     return halves[1] + scale * (halves[0] - halves[1])
 
 
-def _sample(pipeline, engine, condition, parts: Parts, seeds, own) -> dict[str, Any]:
-    sigmas, timesteps = parts.schedule(*own)
+def _sample(pipeline, engines, condition, parts: Parts, seeds, own) -> dict[str, Any]:
+    (engine, replica), (sigmas, timesteps) = engines, parts.schedule(*own)
     like = torch.empty(len(seeds), engine.config.in_channels, *[SIZE // pipeline.vae_scale_factor] * 2)
     noise = noise_of(like, seeds)
     latents, before, after, log_probs = noise, [], [], []
     for place, level in enumerate(parts.levels(timesteps)):
-        velocity = _velocity(
-            engine, latents, timesteps[place], condition, parts.guidance(float(sigmas[place]))
-        )
+        inputs = latents, timesteps[place], condition, parts.guidance(float(sigmas[place]))
+        velocity = _velocity(engine, *inputs)
+        if parts.unsynced:
+            velocity[list(parts.unsynced)] = _velocity(replica, *inputs)[list(parts.unsynced)]
         sigma, sigma_next = sigmas[place], sigmas[place + 1]
         previous = latents
         if level:
@@ -227,9 +248,7 @@ def _sample(pipeline, engine, condition, parts: Parts, seeds, own) -> dict[str, 
             before.append(previous)
             after.append(latents)
             log_probs.append(log_prob)
-    decoded = pipeline.vae.decode(
-        latents / pipeline.vae.config.scaling_factor + pipeline.vae.config.shift_factor, return_dict=False
-    )[0]
+    decoded = pipeline.vae.decode(parts.decoded(latents, pipeline.vae.config), return_dict=False)[0]
     return {
         "noise": noise,
         "latents": torch.stack(before, 1),

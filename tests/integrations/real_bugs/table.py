@@ -16,6 +16,7 @@ _RAN = {
     "reversed": "its loop, fix taken back",
     "function": "its function",
     "release": "its function, two releases",
+    "ours": "our loop, as described",
 }
 _CLONES = {
     "Flow-Factory": "X-GenGroup/Flow-Factory",
@@ -26,6 +27,9 @@ _CLONES = {
     "vllm-omni": "vllm-project/vllm-omni",
     "UniRL": "Tencent-Hunyuan/UniRL",
     "SGLang": "sgl-project/sglang",
+    "Phased-Consistency-Model": "G-U-N/Phased-Consistency-Model",
+    "Pref-GRPO": "CodeGoat24/Pref-GRPO",
+    "diffusers": "huggingface/diffusers",
 }
 Results = Mapping[str, Mapping[bool, Mapping[str, Any]]]
 
