@@ -46,3 +46,11 @@ def test_a_number_gives_inputs_that_differ_in_it_alone(stack_of):
             low, high = (row.number.inputs(value) for value in (row.number.low, row.number.high))
             assert low != high
             assert all(row.number.low <= start <= row.number.high for start in row.number.starts)
+
+
+def test_no_shift_is_looked_for_where_the_timesteps_alone_are_not_the_models_own(stack_of):
+    captured = stack_of().samples
+    stack = stack_of(timesteps=0.9 * captured.tensors()["timesteps"])
+    own = [row for row in rows(stack) if any(one.timesteps == stack.own.timesteps for one in row.inputs)]
+    number = next(row for row in rows(stack) if row.cause == "wrong_shift")
+    assert {(row.cause, row.about) for row in own} == {("timesteps", number.about)}
