@@ -79,6 +79,7 @@ def _translated(source: str, overrides: Sequence[str], gpus: int | None, all_key
     values = resolved(sections, changed)
     if table is flow_grpo.TABLE:
         values = flow_grpo.with_script(values, path.stem, gpus)
+        changed.pop("script", None)  # its line is the recipe's first
         origin = f"{origin}, as scripts/{values['script']} runs it"
     elif gpus is not None:
         raise ConfigError(f"--gpus {gpus} belongs to a configuration of flow_grpo; leave it out")

@@ -83,7 +83,7 @@ def with_script(values: Mapping[str, Any], name: str, gpus: int | None) -> dict[
         elif sample.get("sde_window_size") and not fast:
             raise ConfigError(
                 f"sample.sde_window_size={sample['sde_window_size']} is read by train_{model}_fast.py and not by "
-                f"train_{model}.py; say which one runs it: script=train_{model}_fast.py"
+                f"train_{model}.py; say which one runs it, script=train_{model}.py or script=train_{model}_fast.py"
             )
         else:
             script = f"train_{model}{'_fast' if fast else ''}.py"
