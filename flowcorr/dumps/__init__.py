@@ -42,7 +42,7 @@ GIVES = {
     "num_elements": "scales sqrt and sum, step_z, and joint nats with advice on weights (audit)",
     "step_indices": "the gap by step of the schedule; else steps are counted by noise level, or within the window",
     "sigmas": "the noise level of each step (audit)",
-    "rewards": "the curve of the reward (report)",
+    "rewards": "the curve of the reward (report), and the order of advantages (doctor)",
     "group_ids": "groups with equal rewards (report), and rejection_groups (audit)",
     "policy_versions": "together with version, the age of the weights that sampled (audit, report)",
 }

@@ -261,9 +261,10 @@ CHECKS: Sequence[Check] = (
     ),
     Check(
         name="advantages",
-        captured="Whether advantages are centred, over all dumped steps.",
+        captured="Whether advantages are centred, and follow the rewards of a prompt's images, over all dumped steps.",
         causes={
             "advantages_not_centred": "advantages have a mean far from 0, so all samples are pushed one way",
+            "advantages_reversed": "advantages fall where rewards rise, so the worse images are learned",
         },
     ),
     Check(
