@@ -17,10 +17,8 @@ CENTRED = 0.05  # mean of advantages, in their standard deviations: filtered sam
 ERRORS = 3.0  # standard errors of that mean, where the other samples of a group were not dumped
 EXACTLY = 1e-4  # a mean in standard deviations that was subtracted, in the precision of a dump
 FEWEST_PAIRS = 20
-FOLLOWS, REVERSED = (
-    0.75,
-    0.25,
-)  # share of a group's pairs with the better reward's advantage higher; half by chance
+FOLLOWS = 0.75  # share of a group's pairs of which the better image has the higher advantage; half by chance
+REVERSED = 0.25
 
 
 def check_captured_advantages(captured: Captured) -> Finding:
