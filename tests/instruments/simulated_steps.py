@@ -101,7 +101,7 @@ def simulated_steps():
 def _means(findings):
     """Number of findings, and the means of their numbers; of values and limits those of their logarithms."""
     means = {"count": len(findings), "step": fmean(numbers["step"] for numbers in findings)}
-    for name in ("value", "limit", "steps"):
+    for name in ("value", "limit", "steps_broken"):
         values = [numbers[name] for numbers in findings if name in numbers]
         if values:
             means[name] = fmean(math.asinh(1e6 * min(value, 1e6)) for value in values)
