@@ -17,7 +17,7 @@ CENTRED = 0.05  # mean of advantages, in their standard deviations: filtered sam
 ERRORS = 3.0  # standard errors of that mean, where the other samples of a group were not dumped
 EXACTLY = 1e-4  # a mean in standard deviations that was subtracted, in the precision of a dump
 FEWEST_PAIRS = 20
-FOLLOWS = 0.75  # share of a group's pairs of which the better image has the higher advantage; half by chance
+FOLLOWS = 0.6  # share of a group's pairs of which the better image has the higher advantage; half by chance
 REVERSED = 0.25
 
 
